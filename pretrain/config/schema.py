@@ -1,0 +1,333 @@
+"""The schema of a run: one frozen model per section, nothing unknown, no default for the science.
+
+Each field says with `resume` what a resumed run may do with it:
+`free` (changes nothing that is computed), `logged` (may change the numbers from here on; recorded),
+`segment` (takes effect at a step boundary, recorded in the data state), `refused`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pretrain.config.units import (
+    Bytes,
+    Count,
+    Flag,
+    Fraction,
+    NonNegativeReal,
+    PositiveInt,
+    PositiveReal,
+    Real,
+    Seconds,
+    Text,
+)
+
+ResumePolicy = Literal["free", "logged", "segment", "refused"]
+
+
+def setting(description: str, *, resume: ResumePolicy, default: Any = ..., **checks: Any) -> Any:
+    """A config field: its meaning, unit and what a resume may do with it."""
+    return Field(default, description=description, json_schema_extra={"resume": resume}, **checks)
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys are errors, defaults are checked too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+class SourceConfig(Section):
+    """One built source (a directory with manifest.json)."""
+
+    path: Text = setting("directory or URL that holds manifest.json", resume="refused")
+    weight: PositiveReal = setting(
+        "share of the rows; weights are relative and need not sum to 1", resume="segment", default=1.0
+    )
+
+
+class DataConfig(Section):
+    """What is read and in which order."""
+
+    sources: dict[str, SourceConfig] = setting(
+        "training sources by name; the order of rows depends on the names", resume="refused", min_length=1
+    )
+    validation: dict[str, SourceConfig] = setting(
+        "held-out sources by name; weights are ignored", resume="free", default={}
+    )
+    lanes: PositiveInt = setting(
+        "parallel streams L that the rows are dealt from: a power of two that divides the rows of a block; "
+        "0.25 x global_batch_size or less keeps the mixture near exact within a batch",
+        resume="refused",
+        default=8,
+    )
+    window_blocks: PositiveInt = setting(
+        "blocks W of a lane whose rows are permuted together", resume="refused", default=2
+    )
+    on_corrupt: Literal["raise", "mask"] = setting(
+        "a block that stays corrupt after one refetch ends the run (raise) or its labels are ignored and "
+        "counted (mask)",
+        resume="logged",
+        default="raise",
+    )
+    cache: Text | None = setting("directory for blocks fetched from remote sources", resume="free", default=None)
+    cache_bytes: Bytes = setting("size of that cache in bytes", resume="free", default=20 * 2**30)
+    prefetch_steps: PositiveInt = setting("steps read ahead by the prefetch thread", resume="free", default=2)
+
+
+class CausalLMObjective(Section):
+    """Predict the next token; documents are isolated from each other."""
+
+    kind: Literal["causal_lm"] = "causal_lm"
+
+
+class Seq2SeqObjective(Section):
+    """Predict the target from the source, teacher-forced; needs pair sources."""
+
+    kind: Literal["seq2seq"] = "seq2seq"
+
+
+ObjectiveConfig = Annotated[CausalLMObjective | Seq2SeqObjective, Field(discriminator="kind")]
+
+
+# --------------------------------------------------------------------------------------------- model
+
+
+class ModelConfig(Section):
+    """What all families share."""
+
+    vocabulary_size: PositiveInt = setting("V, at least the tokenizer's", resume="refused")
+    width: PositiveInt = setting("D, model width", resume="refused")
+    num_heads: PositiveInt = setting("H, query heads", resume="refused")
+    feed_forward_width: PositiveInt = setting("F, hidden width of the feed-forward block", resume="refused")
+    tied_embeddings: Flag = setting("input and output embedding are one tensor", resume="refused", default=True)
+    dropout: Fraction = setting(
+        "dropout on embeddings and sublayer outputs, keyed by (seed, step, micro-batch)",
+        resume="logged",
+        default=0.0,
+    )
+    attention: Literal["auto", "split", "sdpa", "reference"] = setting(
+        "attention backend; auto chooses and logs, a named one that cannot run is an error",
+        resume="logged",
+        default="auto",
+    )
+
+
+class DecoderConfig(ModelConfig):
+    """Decoder-only: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    family: Literal["decoder"] = "decoder"
+    num_layers: PositiveInt = setting("decoder layers", resume="refused")
+    num_kv_heads: PositiveInt | None = setting(
+        "G, key/value heads; must divide num_heads; none means num_heads", resume="refused", default=None
+    )
+    head_width: PositiveInt | None = setting(
+        "K, width of a head; none means width / num_heads", resume="refused", default=None
+    )
+    qk_norm: Flag = setting("RMSNorm on queries and keys per head, before RoPE", resume="refused", default=False)
+    rope_theta: PositiveReal = setting("base of the rotary frequencies", resume="refused", default=10000.0)
+    norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-5)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+
+
+class EncoderDecoderConfig(ModelConfig):
+    """The 2017 Transformer: post-norm, sinusoidal positions, cross-attention, biases, ReLU."""
+
+    family: Literal["encoder_decoder"] = "encoder_decoder"
+    num_encoder_layers: PositiveInt = setting("encoder layers", resume="refused")
+    num_decoder_layers: PositiveInt = setting("decoder layers", resume="refused")
+    norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-6)
+
+
+AnyModelConfig = Annotated[DecoderConfig | EncoderDecoderConfig, Field(discriminator="family")]
+
+
+# ------------------------------------------------------------------------------------------ training
+
+
+class BatchConfig(Section):
+    """How many rows make a step. The global batch is constant in rows whatever the ranks."""
+
+    global_batch_size: PositiveInt = setting("rows per optimizer step", resume="segment")
+    micro_batch_size: PositiveInt = setting(
+        "rows m per micro-batch, the unit of work; divides global_batch_size; part of the numerics",
+        resume="refused",
+    )
+    sequence_length: PositiveInt = setting(
+        "target tokens S per row; divides the block of a plain source; the target capacity of a pair source",
+        resume="refused",
+    )
+    source_length: PositiveInt | None = setting(
+        "source tokens per row of a pair source (its source capacity)", resume="refused", default=None
+    )
+
+
+class LossConfig(Section):
+    """The training loss, summed over targets and divided once by their global number."""
+
+    label_smoothing: Fraction = setting("epsilon of label smoothing", resume="logged", default=0.0)
+    z_loss: NonNegativeReal = setting("weight of logsumexp^2", resume="logged", default=0.0)
+    chunk_rows: PositiveInt = setting("target rows per chunk of the fused loss", resume="free", default=1024)
+
+
+class AdamWConfig(Section):
+    """AdamW with decoupled weight decay on matrices only (no norms, no biases)."""
+
+    kind: Literal["adamw"] = "adamw"
+    learning_rate: PositiveReal = setting("peak learning rate", resume="logged")
+    weight_decay: NonNegativeReal = setting("decay of matrices and embeddings", resume="logged", default=0.1)
+    beta1: Fraction = setting("decay of the first moment", resume="logged", default=0.9)
+    beta2: Fraction = setting("decay of the second moment", resume="logged", default=0.95)
+    eps: PositiveReal = setting("epsilon in the denominator", resume="logged", default=1e-8)
+    gradient_clipping: NonNegativeReal = setting(
+        "maximum global gradient norm; 0 means no clipping", resume="logged", default=1.0
+    )
+
+
+class SGDConfig(Section):
+    """Plain stochastic gradient descent, mostly for tests of the scaling."""
+
+    kind: Literal["sgd"] = "sgd"
+    learning_rate: PositiveReal = setting("peak learning rate", resume="logged")
+    weight_decay: NonNegativeReal = setting("decay of matrices and embeddings", resume="logged", default=0.0)
+    momentum: Fraction = setting("momentum", resume="logged", default=0.0)
+    gradient_clipping: NonNegativeReal = setting(
+        "maximum global gradient norm; 0 means no clipping", resume="logged", default=1.0
+    )
+
+
+OptimizerConfig = Annotated[AdamWConfig | SGDConfig, Field(discriminator="kind")]
+
+
+class ScheduleConfig(Section):
+    """Learning rate as a pure function of the optimizer step, and the length of the run."""
+
+    kind: Literal["constant", "cosine", "wsd", "inverse_sqrt"] = setting(
+        "shape after the warm-up; wsd = warm-up, stable, decay", resume="logged"
+    )
+    total_steps: PositiveInt = setting("optimizer steps of the run", resume="logged")
+    warmup_steps: Count = setting("steps of linear warm-up from 0", resume="logged", default=0)
+    decay_steps: Count = setting("last steps that decay linearly (wsd only)", resume="logged", default=0)
+    final_fraction: Fraction = setting(
+        "learning rate at the end as a fraction of the peak (cosine, wsd)", resume="logged", default=0.1
+    )
+
+
+class EngineConfig(Section):
+    """How DeepSpeed shards and computes."""
+
+    zero_stage: Literal[0, 1, 2, 3] = setting("ZeRO stage", resume="logged", default=2)
+    precision: Literal["bf16", "fp32"] = setting(
+        "bf16 = bf16 weights and gradients with fp32 masters", resume="logged", default="bf16"
+    )
+    activation_checkpointing: Flag = setting("recompute layers in the backward pass", resume="logged", default=False)
+    reduce_bucket_elements: PositiveInt = setting(
+        "gradient elements reduced at once", resume="logged", default=5_000_000
+    )
+    allgather_bucket_elements: PositiveInt = setting(
+        "weight elements gathered at once", resume="logged", default=5_000_000
+    )
+    overlap_communication: Flag = setting("reduce while the backward pass runs (CUDA)", resume="logged", default=False)
+
+
+class CheckpointConfig(Section):
+    """When the state is saved and what is kept. The last good checkpoint is never deleted."""
+
+    every_steps: PositiveInt = setting("steps between durable checkpoints", resume="free")
+    keep_last: PositiveInt = setting("newest checkpoints that are kept", resume="free", default=2)
+
+
+class HealthConfig(Section):
+    """Bounds of phases and of bad steps. Timeouts rise: data < collective < heartbeat."""
+
+    max_skipped_steps: Count = setting(
+        "consecutive steps skipped for a non-finite gradient before the run ends", resume="free", default=10
+    )
+    data_timeout_s: Seconds = setting("longest wait for a step's rows", resume="free", default=60.0)
+    collective_timeout_s: Seconds = setting("longest wait in a collective", resume="free", default=120.0)
+    heartbeat_timeout_s: Seconds = setting(
+        "a rank silent for longer is killed as hung", resume="free", default=180.0
+    )
+    start_timeout_s: Seconds = setting("longest start of a rank, imports included", resume="free", default=300.0)
+
+
+class EvalConfig(Section):
+    """Validation inside the run; it never disturbs training state."""
+
+    every_steps: PositiveInt | None = setting("steps between validations; none means never", resume="free", default=None)
+    max_rows: PositiveInt | None = setting(
+        "validation rows per source, the same each time; none means all", resume="free", default=None
+    )
+
+
+class WandbConfig(Section):
+    """Weights & Biases sink, off by default and never fatal."""
+
+    mode: Literal["off", "offline", "online"] = setting("off, offline or online", resume="free", default="off")
+    project: Text = setting("project", resume="free", default="pretrain")
+    entity: Text | None = setting("user or team", resume="free", default=None)
+
+
+class MetricsConfig(Section):
+    """What is measured how often and where it goes; JSONL in the run directory always."""
+
+    log_every_steps: PositiveInt = setting("steps between progress lines and records", resume="free", default=1)
+    peak_flops_per_rank: PositiveReal | None = setting(
+        "peak FLOP/s of one rank for MFU; none measures it on CPU and looks it up on CUDA",
+        resume="free",
+        default=None,
+    )
+    wandb: WandbConfig = setting("Weights & Biases", resume="free", default=WandbConfig())
+
+
+class ClusterConfig(Section):
+    """Where the ranks run and how often which failure is forgiven."""
+
+    num_ranks: PositiveInt = setting("data-parallel ranks R", resume="logged", default=1)
+    min_ranks: PositiveInt | None = setting(
+        "fewest ranks that the run may shrink to; none means num_ranks", resume="free", default=None
+    )
+    device: Literal["cpu", "cuda"] = setting("device of a rank", resume="logged", default="cpu")
+    threads_per_rank: PositiveInt = setting("CPU threads of a rank (OMP)", resume="logged", default=1)
+    max_application_failures: Count = setting(
+        "restarts for a rank's own faults, counted since the last committed progress", resume="free", default=3
+    )
+    max_node_failures: Count = setting("restarts for lost nodes, counted likewise", resume="free", default=10)
+    max_hangs: Count = setting("restarts for hung ranks, counted likewise", resume="free", default=3)
+    backoff_s: Seconds = setting("first wait before a restart; doubles, up to 60 s", resume="free", default=0.5)
+    environment: dict[str, str] = setting("extra environment of the ranks", resume="logged", default={})
+
+
+class RunConfig(Section):
+    """A whole run, as one YAML file describes it."""
+
+    name: Text = setting("name of the run: letters, digits, dot, dash, underscore", resume="refused",
+                         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    seed: Count = setting("seed of everything random", resume="refused", lt=2**63)
+    tokenizer: Text = setting("tokenizer.json", resume="refused")
+    data: DataConfig
+    objective: ObjectiveConfig = CausalLMObjective()
+    model: AnyModelConfig
+    batch: BatchConfig
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig
+    health: HealthConfig = HealthConfig()
+    eval: EvalConfig = EvalConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _sections_fit_each_other(self) -> RunConfig:
+        from pretrain.config.rules import broken_rules
+
+        problems = broken_rules(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self

@@ -1,0 +1,35 @@
+"""Structured log of a process: one line per event, readable by people, `key=value` for machines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+
+class Log:
+    """Writes `HH:MM:SS r3 message key=value …` to a stream, flushed, so that a crash loses nothing."""
+
+    def __init__(self, rank: int | None = None, stream: TextIO | None = None) -> None:
+        self._prefix = "" if rank is None else f"r{rank} "
+        self._stream = stream
+
+    def info(self, message: str, **fields: Any) -> None:
+        self._write(message, fields)
+
+    def warning(self, message: str, **fields: Any) -> None:
+        self._write(f"WARNING {message}", fields)
+
+    def error(self, message: str, **fields: Any) -> None:
+        self._write(f"ERROR {message}", fields)
+
+    def _write(self, message: str, fields: dict[str, Any]) -> None:
+        stream = self._stream or sys.stderr
+        tail = "".join(f" {key}={_show(value)}" for key, value in fields.items())
+        stream.write(f"{time.strftime('%H:%M:%S')} {self._prefix}{message}{tail}\n")
+        stream.flush()
+
+
+def _show(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return repr(text) if " " in text else text
