@@ -1,4 +1,4 @@
-"""Where the documents lie in a packed sequence: built once per micro-batch, read by every layer.
+"""The values that flow from the loader into the model: the layout of a packed sequence, and a micro-batch.
 
 A micro-batch is one packed sequence of T tokens. Documents follow each other without gaps; padding
 is a document of its own (the last one), so that `sum(lengths) == T` always.
@@ -6,7 +6,7 @@ is a document of its own (the last one), so that `sum(lengths) == T` always.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,4 +61,50 @@ class SeqInfo:
             self.lengths,
             self.cu_seqlens.to(device, non_blocking=True),
             self.positions.to(device, non_blocking=True),
+        )
+
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch, the unit of work: the same whoever computes it.
+
+    Attributes:
+        index: its number j within the step's global batch; -1 for an empty one that only keeps the
+            collectives in step (one padding document, every label ignored).
+        decoder_ids: int64 [T], what the decoder reads.
+        decoder_info: document layout of `decoder_ids`.
+        labels: int64 [T], the target of each position, `IGNORED_LABEL` where there is none.
+        encoder_ids: int64 [T_source], what the encoder reads; None for decoder-only models.
+        encoder_info: its layout, with as many documents as `decoder_info`.
+        dropout_key: 63-bit key made from (seed, step, j): everything random in the model follows it.
+        target_tokens: labels that count.
+        target_bytes: bytes of text that exactly those targets spell.
+        digest: 62-bit digest of (j, ids, layout, labels); the sum over a step is the same for every
+            number of ranks.
+    """
+
+    index: int
+    decoder_ids: torch.Tensor
+    decoder_info: SeqInfo
+    labels: torch.Tensor
+    encoder_ids: torch.Tensor | None
+    encoder_info: SeqInfo | None
+    dropout_key: int
+    target_tokens: int
+    target_bytes: int
+    digest: int
+
+    def to(self, device: torch.device) -> Batch:
+        if self.labels.device == device:
+            return self
+        return replace(
+            self,
+            decoder_ids=self.decoder_ids.to(device, non_blocking=True),
+            decoder_info=self.decoder_info.to(device),
+            labels=self.labels.to(device, non_blocking=True),
+            encoder_ids=None if self.encoder_ids is None else self.encoder_ids.to(device, non_blocking=True),
+            encoder_info=None if self.encoder_info is None else self.encoder_info.to(device),
         )
