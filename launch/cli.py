@@ -1,0 +1,90 @@
+"""The `pretrain` command: finds the subcommand, parses, calls its handler, turns errors into exit codes.
+
+Each `launch.commands.<name>` has `register(subparsers)`, which adds its parser and names its handler
+as text (`set_defaults(handler="launch.commands.<name>:<function>")`). Modules and handlers are
+imported by name when needed, so `--help` never loads torch, ray or deepspeed. handler(args) -> exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from pretrain.errors import ExitCode, PretrainError
+
+COMMANDS = (
+    "data",
+    "tokenizer",
+    "train",
+    "submit",
+    "list",
+    "status",
+    "logs",
+    "stop",
+    "resume",
+    "checkpoint",
+    "generate",
+    "prove",
+    "doctor",
+)
+
+EPILOG = """\
+a run from start to end:
+  pretrain train configs/quickstart.yaml      train on this machine; Ctrl-C saves
+  pretrain status RUN                         where it is
+  pretrain resume RUN                         go on where it stopped
+
+exit codes: 0 done, 2 user error, 3 run failed, 4 stopped on request, 5 interrupted and resumable"""
+
+
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The whole argument tree, or only that of the commands named."""
+    parser = argparse.ArgumentParser(
+        prog="pretrain",
+        description="Exact, fault-tolerant pretraining of Transformers on Ray and DeepSpeed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in commands:
+        importlib.import_module(f"launch.commands.{name}").register(subparsers)
+    return parser
+
+
+def find_handler(name: str) -> Callable[[argparse.Namespace], int]:
+    """`package.module:function` -> the function."""
+    module, _, function = name.partition(":")
+    handler: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)
+    return handler
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; foreseen errors end in one `error: …` on stderr and the code of their kind."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # One command loads one module; only help and mistakes need them all.
+    known = argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
+    args = build_parser(known).parse_args(argv)
+    try:
+        return int(find_handler(args.handler)(args))
+    except PretrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:  # `pretrain logs RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.DONE)
+    except Exception:
+        traceback.print_exc()
+        print("error: an internal error, not foreseen (above). Please report it with this text.", file=sys.stderr)
+        return int(ExitCode.FAILED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

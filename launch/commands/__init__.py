@@ -1,0 +1,1 @@
+"""One module per subcommand: `register(subparsers)` and handlers `(args) -> int`; light to import."""

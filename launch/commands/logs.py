@@ -1,0 +1,19 @@
+"""`pretrain logs RUN`: what the ranks of a run printed."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "logs",
+        help="print or follow the logs of a run's ranks",
+        description="Prints the log of rank 0 of the newest attempt, or of the rank and attempt named. "
+        "-f goes on until the run ends, across attempts.",
+    )
+    parser.add_argument("run", metavar="RUN", help="name or path of the run")
+    parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
+    parser.add_argument("--rank", type=int, default=0, help="rank whose log is printed (default 0)")
+    parser.add_argument("--attempt", type=int, help="attempt whose log is printed (default: the newest)")
+    parser.set_defaults(handler="launch.runs:run_logs")
