@@ -1,0 +1,112 @@
+"""Speed of a run: step time, tokens per second, MFU, time left. PURE apart from its clock.
+
+MFU = model FLOPs of one step / (seconds of one step x ranks x peak FLOP/s of one rank), with
+model FLOPs = 6 per weight and token plus attention, causal attention counted as half, no credit
+for recomputation (`pretrain.model.flops`; PaLM, Chowdhery et al. 2022, appendix B).
+Rates are of the steps since the last record and of this attempt only, so they stay true after a
+resume; validation, saving and sampling are excluded from them and included in the time left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Speed since the last record; fields as in `definitions`. None: not known yet."""
+
+    step_s: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    eta_s: float | None
+
+    def to_record(self) -> dict[str, float | None]:
+        return asdict(self)
+
+
+class Throughput:
+    """Clock of the training loop. Make it just before the first step of the attempt.
+
+    ```
+    throughput = Throughput(flops_per_step=f, peak_flops=ranks * peak, total_steps=400)
+    …one step…;  throughput.finish_step(target_tokens)
+    with throughput.excluded(): validate()
+    record |= throughput.rates(step).to_record()
+    ```
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_step: float,
+        peak_flops: float | None,
+        total_steps: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            flops_per_step: model FLOPs of one optimizer step, all ranks together.
+            peak_flops: FLOP/s that all ranks together could reach; None leaves MFU out.
+            total_steps: optimizer steps of the run.
+            clock: monotonic seconds.
+        """
+        self._flops_per_step = flops_per_step
+        self._peak_flops = peak_flops
+        self._total_steps = total_steps
+        self._clock = clock
+        self._window_start = clock()
+        self._window_excluded_s = 0.0
+        self._window_steps = 0
+        self._window_tokens = 0
+        self._steps = 0
+        self._settled_at: float | None = None  # end of the first step: later ones are typical, that one is not
+        self._last_step_at: float | None = None
+
+    def finish_step(self, target_tokens: int) -> None:
+        """Counts one optimizer step with its global number of targets."""
+        self._steps += 1
+        self._window_steps += 1
+        self._window_tokens += target_tokens
+        self._last_step_at = self._clock()
+        if self._settled_at is None:
+            self._settled_at = self._last_step_at
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Time that is not training: validation, saving, sampling."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._window_excluded_s += self._clock() - start
+
+    def rates(self, step: int) -> Rates:
+        """Rates of the steps since the last call.
+
+        Args:
+            step: optimizer steps done in the whole run.
+        """
+        now = self._clock()
+        seconds = now - self._window_start - self._window_excluded_s
+        steps, tokens = self._window_steps, self._window_tokens
+        self._window_start, self._window_excluded_s = now, 0.0
+        self._window_steps = self._window_tokens = 0
+        if steps == 0 or seconds <= 0:
+            return Rates(None, None, None, self._eta_s(step, None))
+        step_s = seconds / steps
+        mfu = None
+        if self._peak_flops:
+            mfu = self._flops_per_step / (step_s * self._peak_flops)
+        return Rates(step_s, tokens / seconds, mfu, self._eta_s(step, step_s))
+
+    def _eta_s(self, step: int, step_s: float | None) -> float | None:
+        left = self._total_steps - step
+        if left <= 0:
+            return 0.0
+        if self._steps >= 2 and self._settled_at is not None and self._last_step_at is not None:
+            return left * (self._last_step_at - self._settled_at) / (self._steps - 1)
+        return None if step_s is None else left * step_s

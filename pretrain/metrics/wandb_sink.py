@@ -1,0 +1,183 @@
+"""Weights & Biases, offline or online: one wandb run over all attempts, never fatal, never blocking.
+
+Takes records from the loop → a bounded queue → a daemon thread that alone touches wandb (importing
+and starting it takes seconds). The wandb id is drawn once per run and kept in
+`metrics/wandb.json`. wandb drops points whose own step does not rise, so a record is logged under a
+count that goes on over all attempts, and the run's `step` is the x axis: steps that an attempt repeated are
+there twice, nothing is dropped. A server that does not answer means one warning and offline files
+(`wandb sync` sends them later). The JSON lines are the complete record; wandb's file may lack the seconds before a SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from pretrain.log import Log
+from pretrain.metrics.history import read_attempts
+from pretrain.metrics.sinks import finite
+from pretrain.store import NotFoundError, Store, UnsupportedError
+
+if TYPE_CHECKING:
+    from pretrain.config.schema import RunConfig
+    from pretrain.metrics.sinks import MetricsHome
+
+ID_KEY = "metrics/wandb.json"
+QUEUE_RECORDS = 10_000
+INIT_TIMEOUT_S = 15.0
+CLOSE_TIMEOUT_S = 20.0
+
+
+class WandbSink:
+    """Sends records to wandb from its own thread; construction, `write` and a dead server cost the loop nothing."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_directory: MetricsHome,
+        attempt: int,
+        *,
+        log: Log | None = None,
+        init_timeout_s: float = INIT_TIMEOUT_S,
+    ) -> None:
+        self._config = config
+        self._run_directory = run_directory
+        self._attempt = attempt
+        self._log = log or Log()
+        self._init_timeout_s = init_timeout_s
+        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUE_RECORDS)
+        self._off = False  # wandb failed for good: records are no longer taken
+        self._warned_full = False
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+
+    def write(self, record: dict[str, Any]) -> None:
+        if self._off:
+            return
+        try:
+            self._records.put_nowait(record)
+        except queue.Full:
+            if not self._warned_full:
+                self._warned_full = True
+                self._log.warning("wandb does not keep up and misses records; the JSON lines have them all")
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Ends the wandb run of this attempt; waits at most `timeout_s` seconds for what is queued."""
+        if not self._off:
+            try:
+                self._records.put(None, timeout=timeout_s)
+            except queue.Full:
+                self._log.warning("wandb does not end in time; its last records may be missing")
+                return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._log.warning("wandb does not end in time; its last records may be missing")
+
+    def _work(self) -> None:
+        """The thread: everything that wandb raises ends here, in one warning."""
+        try:
+            run, logged = self._start()
+            while (record := self._records.get()) is not None:
+                run.log(flatten(record), step=logged)
+                logged += 1
+            run.finish(quiet=True)
+            _teardown()  # ends wandb's service process now instead of at exit
+        except BaseException as error:  # wandb also raises SystemExit and bare exceptions of its service
+            self._off = True
+            self._log.warning(
+                f"wandb is off for the rest of this attempt: {_first_line(error)}. Training and the JSON lines go on."
+            )
+            _teardown()
+
+    def _start(self) -> tuple[Any, int]:
+        """The wandb run and the count that its first record gets."""
+        attempts = read_attempts(self._run_directory.store)
+        earlier = sum(len(records) for number, records in attempts.items() if number < self._attempt)
+        wandb_id = obtain_id(self._run_directory.store)
+        mode = self._config.metrics.wandb.mode
+        try:
+            run = self._init(wandb_id, mode)
+        except BaseException as error:
+            if mode != "online":
+                raise
+            _teardown()  # the service keeps a failed id "in use"
+            run = self._init(wandb_id, "offline")
+            self._log.warning(
+                f"wandb is offline for this attempt: {_first_line(error)}. "
+                f"Send its records later with: wandb sync {run.settings.sync_dir}"
+            )
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run, max(earlier, int(run.step))  # online, the server knows the last count: go on after it
+
+    def _init(self, wandb_id: str, mode: str) -> Any:
+        import wandb
+
+        root = self._run_directory.store.local_path("")
+        settings = wandb.Settings(
+            init_timeout=self._init_timeout_s,
+            console="off",  # the rank's output is the agent's
+            disable_git=True,
+            silent=True,
+            root_dir=str(root) if root else ".",
+        )
+        choice = self._config.metrics.wandb
+        return wandb.init(
+            mode=mode,  # type: ignore[arg-type]
+            project=choice.project,
+            entity=choice.entity,
+            id=wandb_id,
+            resume="allow",
+            name=self._config.name,
+            config=self._config.model_dump(mode="json"),
+            settings=settings,
+        )
+
+
+def obtain_id(store: Store) -> str:
+    """The wandb id of this run directory, drawn at the first call and the same ever after.
+
+    Raises:
+        StoreError: the file cannot be read or written.
+    """
+    drawn = uuid.uuid4().hex[:16]
+    body = json.dumps({"id": drawn}).encode()
+    try:
+        if store.put_if_absent(ID_KEY, body):
+            return drawn
+    except UnsupportedError:  # only the holder of the lease writes metrics, so looking first is enough
+        try:
+            store.get(ID_KEY)
+        except NotFoundError:
+            store.put(ID_KEY, body)
+            return drawn
+    return str(json.loads(store.get(ID_KEY))["id"])
+
+
+def flatten(record: dict[str, Any]) -> dict[str, Any]:
+    """A record as flat wandb keys (`validation/prose/loss`); absent and non-finite values are left out."""
+    flat: dict[str, Any] = {}
+    for name, value in finite(record).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}/{key}": item for key, item in flatten(value).items()}
+        elif isinstance(value, bool):
+            flat[name] = int(value)
+        elif value is not None:
+            flat[name] = value
+    return flat
+
+
+def _teardown() -> None:
+    try:
+        import wandb
+
+        wandb.teardown()
+    except BaseException:
+        return  # nothing is left to end
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
