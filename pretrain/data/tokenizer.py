@@ -1,0 +1,183 @@
+"""A byte-level BPE tokenizer with its three special ids: text <-> ids.
+
+Takes a Hugging Face `tokenizer.json` (byte-level) or text to train one on -> gives ids as NumPy arrays.
+Invariants: text is only ever text: a document that spells `<|endoftext|>` is encoded as ordinary
+characters (the library would turn it into the special id); no truncation, no padding, no template;
+special ids are added by the builder. `sha256` is the hash of the file's bytes, and `save` writes them unchanged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from pretrain.errors import DataError
+
+EOS_TOKEN, PAD_TOKEN, START_TOKEN = "<|endoftext|>", "<|pad|>", "<|start|>"
+SPECIAL_TOKENS = (EOS_TOKEN, PAD_TOKEN, START_TOKEN)
+MIN_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+# Spellings in tokenizers of others, first match wins. A missing pad or start falls back to eos:
+# padding is known by its place, and T5-like decoders start from any fixed id.
+_EOS_NAMES = (EOS_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_PAD_NAMES = (PAD_TOKEN, "<|finetune_right_pad_id|>", "<pad>", "[PAD]")
+_START_NAMES = (START_TOKEN, "<|begin_of_text|>", "<s>", "<bos>")
+
+
+class Tokenizer:
+    """Text to ids and back; also knows how many bytes of text each id spells."""
+
+    def __init__(self, serialised: bytes, where: str) -> None:
+        """Parses the bytes of a tokenizer.json; `where` names it in messages.
+
+        Raises:
+            DataError: not a tokenizer, not byte-level, or without an end-of-text token.
+        """
+        remedy = "Give a byte-level tokenizer.json, or train one with `pretrain tokenizer train`."
+        try:
+            self._encoder = tokenizers.Tokenizer.from_str(serialised.decode("utf-8"))
+            parts: dict[str, Any] = json.loads(serialised)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{where} is not a tokenizer ({error}). {remedy}") from None
+        if not _uses_byte_level(parts.get("decoder")):
+            raise DataError(f"{where} is not byte-level, so the bytes of a token are unknown. {remedy}")
+        self._serialised = serialised
+        self._where = where
+        self._encoder.no_truncation()
+        self._encoder.no_padding()
+        self._encoder.encode_special_tokens = True
+        self._special_ids = sorted(item["id"] for item in parts.get("added_tokens", []) if item["special"])
+        self.vocabulary_size: int = 1 + max(self._encoder.get_vocab(with_added_tokens=True).values())
+        self.sha256: str = hashlib.sha256(serialised).hexdigest()
+        eos_id = self._first_id(_EOS_NAMES)
+        if eos_id is None:
+            raise DataError(f"{where} has no end-of-text token ({', '.join(_EOS_NAMES)}). {remedy}")
+        pad_id, start_id = self._first_id(_PAD_NAMES), self._first_id(_START_NAMES)
+        self.eos_id: int = eos_id
+        self.pad_id: int = eos_id if pad_id is None else pad_id
+        self.start_id: int = eos_id if start_id is None else start_id
+        self._check_that_text_stays_text()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Reads a tokenizer.json.
+
+        Raises:
+            DataError: the file is missing or no usable tokenizer.
+        """
+        try:
+            serialised = Path(path).read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"tokenizer={path} cannot be read: {error.strerror}. "
+                "Give a tokenizer.json, or train one with `pretrain tokenizer train INPUT --out FILE`."
+            ) from None
+        return cls(serialised, str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the bytes that `sha256` is of, replacing the file at once."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(target.name + ".partial")
+        temporary.write_bytes(self._serialised)
+        temporary.replace(target)
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes."""
+        return self._serialised
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, uint32, without any special id."""
+        ids, lengths = self.encode_flat(texts)
+        return np.split(ids, np.cumsum(lengths)[:-1]) if len(texts) else []
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The same, concatenated: (ids uint32 [sum of lengths], lengths int64 [texts])."""
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        lists = [encoding.ids for encoding in encodings]
+        lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
+        flat = np.fromiter(chain.from_iterable(lists), dtype=np.uint32, count=int(lengths.sum()))
+        return flat, lengths
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; special ids spell nothing, invalid UTF-8 becomes U+FFFD.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        numbers = [int(value) for value in ids]
+        for value in numbers:
+            if not 0 <= value < self.vocabulary_size:
+                raise DataError(f"id {value} is outside the vocabulary 0..{self.vocabulary_size - 1} of {self._where}.")
+        return str(self._encoder.decode(numbers, skip_special_tokens=True))
+
+    def byte_lengths(self) -> np.ndarray:
+        """int32 [V]: bytes of text that each id spells; 0 for special and unused ids."""
+        lengths = np.zeros(self.vocabulary_size, dtype=np.int32)
+        for token, index in self._encoder.get_vocab(with_added_tokens=False).items():
+            lengths[index] = len(token)  # byte-level: one character of the token's name per byte
+        for index, token in self._encoder.get_added_tokens_decoder().items():
+            lengths[index] = 0 if token.special else len(token.content.encode())
+        return lengths
+
+    def _first_id(self, names: Sequence[str]) -> int | None:
+        for name in names:
+            index = self._encoder.token_to_id(name)
+            if index is not None:
+                return int(index)
+        return None
+
+    def _check_that_text_stays_text(self) -> None:
+        names = [self._encoder.id_to_token(index) for index in self._special_ids]
+        ids, _ = self.encode_flat([f"a{name}b {name}" for name in names])
+        clash = sorted(set(ids.tolist()) & set(self._special_ids))
+        if clash:
+            raise DataError(
+                f"{self._where} turns the text {self._encoder.id_to_token(clash[0])!r} into special id {clash[0]}. "
+                "Text must never make a document boundary. Use another tokenizer."
+            )
+
+
+def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Trains a byte-level BPE tokenizer; the same texts in the same order give the same file.
+
+    Raises:
+        DataError: `vocabulary_size` is below 259 (bytes + special tokens), or the text is too little for it.
+    """
+    if vocabulary_size < MIN_VOCABULARY:
+        raise DataError(
+            f"vocabulary_size={vocabulary_size} is too small. 256 bytes and {len(SPECIAL_TOKENS)} special tokens need "
+            f"{MIN_VOCABULARY}. Choose at least that, usually 8192 or more."
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if tokenizer.get_vocab_size() < vocabulary_size:
+        raise DataError(
+            f"vocabulary_size={vocabulary_size} cannot be reached: the text gives only {tokenizer.get_vocab_size()} "
+            "tokens. Give more text or a smaller --vocabulary-size."
+        )
+    return Tokenizer(tokenizer.to_str(pretty=True).encode(), "the trained tokenizer")
+
+
+def _uses_byte_level(decoder: dict[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    if decoder["type"] == "Sequence":
+        return any(_uses_byte_level(part) for part in decoder["decoders"])
+    return bool(decoder["type"] == "ByteLevel")
