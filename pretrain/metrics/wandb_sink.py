@@ -5,7 +5,8 @@ and starting it takes seconds). The wandb id is drawn once per run and kept in
 `metrics/wandb.json`. wandb drops points whose own step does not rise, so a record is logged under a
 count that goes on over all attempts, and the run's `step` is the x axis: steps that an attempt repeated are
 there twice, nothing is dropped. A server that does not answer means one warning and offline files
-(`wandb sync` sends them later). The JSON lines are the complete record; wandb's file may lack the seconds before a SIGKILL.
+(`wandb sync` sends them later). The JSON lines are the complete record; wandb's file may lack the
+seconds before a SIGKILL.
 """
 
 from __future__ import annotations
