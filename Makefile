@@ -1,0 +1,58 @@
+# Everything that is done with this repository. `make help` lists it.
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BENCHMARKS ?= step loss loader checkpoint recover startup
+IMAGE ?= pretrain
+DEVICE ?= cpu
+
+.PHONY: help install quickstart test test-cluster check bench docs image clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /|/' | while IFS='|' read -r name text; do \
+	  printf '  make %-13s %s\n' "$$name" "$$text"; done
+
+install: $(STAMP)  ## make .venv with everything in it; does nothing when it is up to date
+
+$(STAMP): pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: PYTHON=$(PYTHON) is missing or older than 3.11. Set PYTHON: make install PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@echo "== install: packages into $(VENV) (one to three minutes)"
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@touch $@
+
+quickstart: $(STAMP)  ## real text to a trained model on this machine, under 8 minutes
+	@$(BIN)/python -m launch.quickstart
+
+test: check  ## format, lint, types, contracts, then every test
+	@echo "== tests"
+	@$(BIN)/python -m pytest
+
+test-cluster: $(STAMP)  ## the slow tests only: campaigns over nodes and faults
+	@echo "== slow tests"
+	@$(BIN)/python -m pytest -m slow --timeout 1800
+
+check: $(STAMP)  ## format, lint, types and import contracts, under 30 s
+	@echo "== format";    $(BIN)/ruff format --check .
+	@echo "== lint";      $(BIN)/ruff check .
+	@echo "== types";     $(BIN)/mypy
+	@echo "== contracts"; $(BIN)/lint-imports --no-cache
+
+bench: $(STAMP)  ## measure: BENCHMARKS="step loss" QUICK=1 choose what and how long
+	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks $$name $(if $(QUICK),--quick); done
+
+docs: $(STAMP)  ## README, configs and command list against the code
+	@$(BIN)/python -m pytest tests/project
+
+image: ## container image; DEVICE=cuda for GPUs
+	docker build -f docker/Dockerfile --build-arg DEVICE=$(DEVICE) -t $(IMAGE):$(DEVICE) .
+
+clean: ## remove what quickstart, tests and tools left; keeps .venv and runs/
+	rm -rf quickstart build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,51 @@
+"""`python -m benchmarks NAME [--quick] [--json]`: measures one part side by side with its baseline.
+
+Each benchmark runs in a process of its own with the threads that it asks for, so that nothing an
+earlier one imported or set changes the numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+
+from benchmarks.result import as_json, as_table
+
+# Name -> (threads of the measuring process, what is measured).
+BENCHMARKS = {
+    "step": (2, "tokens/s of a training step against a bare PyTorch loop; ZeRO-2 and ZeRO-3 beside it"),
+    "loss": (2, "fused linear cross-entropy against plain: time and peak memory"),
+    "loader": (1, "tokens/s from shards against webdataset and a memory map; time to resume"),
+    "checkpoint": (2, "stall and bandwidth of a save against a memory copy, DeepSpeed's save and a plain write"),
+    "recover": (1, "kill -9 of a rank to the next finished step of pretrain train"),
+    "startup": (1, "pretrain train to its first finished step, by phase"),
+}
+_CHILD = "PRETRAIN_BENCHMARK_CHILD"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measures one part side by side with its baseline, in interleaved repetitions; medians.",
+        epilog="\n".join(f"  {name:<12}{text}" for name, (_, text) in BENCHMARKS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=list(BENCHMARKS), metavar="NAME", help="one of the names below")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions and smaller inputs")
+    parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
+    arguments = parser.parse_args()
+    if os.environ.get(_CHILD) != arguments.name:
+        threads = str(BENCHMARKS[arguments.name][0])
+        environment = {**os.environ, _CHILD: arguments.name, "OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}
+        return subprocess.call([sys.executable, "-m", "benchmarks", *sys.argv[1:]], env=environment)
+    command = f"python -m benchmarks {arguments.name}" + (" --quick" if arguments.quick else "")
+    results = importlib.import_module(f"benchmarks.{arguments.name}").measure(quick=arguments.quick, command=command)
+    print(as_json(results) if arguments.json else as_table(results), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
