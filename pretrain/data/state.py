@@ -1,0 +1,222 @@
+"""Where a run stands in its data: a few KB, the same on every rank, valid for any number of ranks. PURE.
+
+Takes rows consumed -> gives the rows of the next step, as JSON inside every checkpoint.
+
+Invariants: `next_row` is where the next step begins and lies in no skip; skips begin at step
+boundaries; the last segment says how rows are read now (sources with the hashes of their manifests,
+weights, lanes, batch size), earlier ones say how the rows before it were read; a quarantined block
+gives rows without labels from `from_row` on, so that a replay is identical whatever the disk says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pretrain.errors import DataError
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSource:
+    """One source as a segment reads it."""
+
+    name: str
+    manifest_sha256: str
+    weight: float
+    num_blocks: int
+    rows_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """How rows are read from `first_row` until the next segment."""
+
+    first_row: int
+    global_batch_size: int
+    lanes: int
+    window_blocks: int
+    sequence_length: int
+    source_length: int | None
+    sources: tuple[SegmentSource, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Rows [first_row, end_row) that are jumped over."""
+
+    first_row: int
+    end_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedBlock:
+    """A block whose rows lose their labels from the global row `from_row` on."""
+
+    source: str
+    block: int
+    from_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataState:
+    """The whole position; see the module's docstring for the invariants."""
+
+    next_row: int
+    seed: int
+    segments: tuple[Segment, ...]
+    skips: tuple[Skip, ...] = ()
+    quarantine: tuple[QuarantinedBlock, ...] = ()
+
+    @property
+    def segment(self) -> Segment:
+        """The segment that the next step belongs to."""
+        return self.segments[-1]
+
+    @property
+    def step_rows(self) -> range:
+        """Global rows of the next step."""
+        return range(self.next_row, self.next_row + self.segment.global_batch_size)
+
+    def advance(self, rows: int) -> DataState:
+        """The state after `rows` more rows, past any skip that begins there.
+
+        Raises:
+            DataError: a skip begins inside these rows and not at their end.
+        """
+        after = self.next_row + rows
+        for skip in self.skips:
+            if self.next_row <= skip.first_row < after:
+                raise DataError(
+                    f"data.skips=[{skip.first_row}, {skip.end_row}) begins inside the step of rows "
+                    f"[{self.next_row}, {after}). A skip begins where a step does. Move its beginning."
+                )
+        return replace(self, next_row=_past_skips(after, self.skips))
+
+    def with_skip(self, first_row: int, end_row: int) -> DataState:
+        """The state that also jumps over rows [first_row, end_row).
+
+        Raises:
+            DataError: the range is empty, begins in the past, or not at a step boundary.
+        """
+        size = self.segment.global_batch_size
+        if not self.next_row <= first_row < end_row or (first_row - self.next_row) % size:
+            raise DataError(
+                f"data.skips=[{first_row}, {end_row}) does not fit. A skip is not empty and begins at a step boundary, "
+                f"which are {self.next_row}, {self.next_row + size}, … Choose one of these as its beginning."
+            )
+        skips = tuple(sorted({*self.skips, Skip(first_row, end_row)}, key=lambda skip: skip.first_row))
+        return replace(self, skips=skips, next_row=_past_skips(self.next_row, skips))
+
+    def with_quarantine(self, blocks: Iterable[tuple[str, int]]) -> DataState:
+        """The state that masks these (source, block) from the next step on; known ones stay as they are."""
+        known = {(entry.source, entry.block) for entry in self.quarantine}
+        new = [QuarantinedBlock(*block, self.next_row) for block in sorted(set(blocks) - known)]
+        return replace(self, quarantine=(*self.quarantine, *new)) if new else self
+
+    def with_segment(self, segment: Segment) -> DataState:
+        """The state that reads as `segment` says from the next row on; one that begins there is replaced."""
+        earlier = tuple(s for s in self.segments if s.first_row < self.next_row)
+        return replace(self, segments=(*earlier, replace(segment, first_row=self.next_row)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionaries and lists for a checkpoint."""
+        return {"format": _FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> DataState:
+        """Reads what `to_json` gave.
+
+        Raises:
+            DataError: another format, or fields that are missing, unknown, of a wrong type or out of order.
+        """
+        if not isinstance(body, Mapping) or body.get("format") != _FORMAT:
+            found = body.get("format") if isinstance(body, Mapping) else type(body).__name__
+            raise DataError(
+                f"data state format={found} is not known. This version reads format {_FORMAT}. "
+                "Resume with the version that wrote the checkpoint."
+            )
+        try:
+            state = cls(
+                next_row=_whole(body["next_row"]),
+                seed=_whole(body["seed"]),
+                segments=tuple(_segment(entry) for entry in body["segments"]),
+                skips=tuple(Skip(_whole(e["first_row"]), _whole(e["end_row"])) for e in body["skips"]),
+                quarantine=tuple(
+                    QuarantinedBlock(str(e["source"]), _whole(e["block"]), _whole(e["from_row"]))
+                    for e in body["quarantine"]
+                ),
+            )
+            _check_order(state)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(
+                f"the data state of the checkpoint is damaged ({type(error).__name__}: {error}). "
+                "It holds next_row, seed, segments, skips and quarantine. Resume from another checkpoint."
+            ) from None
+        return state
+
+
+def corrupt_to_numbers(blocks: Sequence[tuple[int, int]], rank: int, num_ranks: int, total: int) -> list[int]:
+    """What a rank adds to an all-reduce by sums, so that all ranks learn each other's corrupt blocks.
+
+    Args:
+        blocks: this rank's (source index, block).
+        total: number of blocks that all ranks found together; sizes the vector (2 x num_ranks x total).
+    """
+    numbers = [0] * (2 * num_ranks * total)
+    for position, (source, block) in enumerate(blocks, start=rank * total):
+        numbers[2 * position : 2 * position + 2] = source + 1, block  # 0 marks an unused place
+    return numbers
+
+
+def corrupt_from_numbers(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The distinct (source index, block) of a reduced vector, sorted: the same on every rank."""
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return tuple(sorted({(int(source) - 1, int(block)) for source, block in pairs if source}))
+
+
+def _past_skips(row: int, skips: tuple[Skip, ...]) -> int:
+    for skip in skips:  # sorted, so that skips which touch each other are passed in one sweep
+        if skip.first_row <= row < skip.end_row:
+            row = skip.end_row
+    return row
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number >= 0")
+    return value
+
+
+def _segment(body: Mapping[str, Any]) -> Segment:
+    source_length = body["source_length"]
+    return Segment(
+        first_row=_whole(body["first_row"]),
+        global_batch_size=_whole(body["global_batch_size"]),
+        lanes=_whole(body["lanes"]),
+        window_blocks=_whole(body["window_blocks"]),
+        sequence_length=_whole(body["sequence_length"]),
+        source_length=None if source_length is None else _whole(source_length),
+        sources=tuple(
+            SegmentSource(
+                name=str(entry["name"]),
+                manifest_sha256=str(entry["manifest_sha256"]),
+                weight=float(entry["weight"]),
+                num_blocks=_whole(entry["num_blocks"]),
+                rows_per_block=_whole(entry["rows_per_block"]),
+            )
+            for entry in body["sources"]
+        ),
+    )
+
+
+def _check_order(state: DataState) -> None:
+    first_rows = [segment.first_row for segment in state.segments]
+    if not first_rows or first_rows[0] != 0 or sorted(set(first_rows)) != first_rows:
+        raise ValueError(f"segments begin at rows {first_rows}")
+    if first_rows[-1] > state.next_row:
+        raise ValueError(f"next_row={state.next_row} lies before the last segment")
+    if any(skip.first_row >= skip.end_row for skip in state.skips):
+        raise ValueError("a skip is empty")
