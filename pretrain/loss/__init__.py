@@ -1,0 +1,1 @@
+"""The training loss: a fused linear cross-entropy and the sums that it gives."""

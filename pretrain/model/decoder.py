@@ -1,0 +1,145 @@
+"""Decoder-only Transformer: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Takes a Batch of packed documents -> LossSums; documents do not see each other. Decoding takes new ids
+and a cache -> logits of the last one. Same computation as Llama, with qk_norm as Qwen3.
+Sources: Touvron et al. 2023; Ainslie et al. 2023 (GQA); Henry et al. 2020 (QK norm); initial weights
+N(0, init_std), those that write to the residual stream / sqrt(2 layers) (GPT-2).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pretrain.config.schema import DecoderConfig, LossConfig
+from pretrain.loss.sums import LossSums
+from pretrain.model.attention import attend
+from pretrain.model.cache import Cache, LayerCache
+from pretrain.model.checkpointing import LayerStack
+from pretrain.model.dropout import Dropout
+from pretrain.model.head import Head
+from pretrain.model.init import Normal
+from pretrain.model.layers import Embedding, Linear, RMSNorm, SwiGLU
+from pretrain.model.positions import Rotary, rotary_angles, rotate
+from pretrain.sequence import Batch, SeqInfo
+
+
+def head_width_of(config: DecoderConfig) -> int:
+    return config.head_width or config.width // config.num_heads
+
+
+class DecoderAttention(nn.Module):
+    """Causal self-attention; queries, keys and values come from one matrix, in this order."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads or config.num_heads
+        self.head_width = head_width_of(config)
+        self.backend = config.attention
+        inner = Normal(config.init_std)
+        outer = Normal(config.init_std / math.sqrt(2 * config.num_layers))
+        all_heads = self.num_heads + 2 * self.num_kv_heads
+        self.qkv = Linear(config.width, all_heads * self.head_width, inner)
+        self.query_norm = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+        self.key_norm = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
+        self.output = Linear(self.num_heads * self.head_width, config.width, outer)
+
+    def forward(
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, rotary: Rotary, cache: LayerCache | None = None
+    ) -> Float[Tensor, "T D"]:
+        heads = self.qkv(x_TD).unflatten(-1, (-1, self.head_width))
+        if self.query_norm is None or self.key_norm is None:
+            # One rotation for queries and keys: they stand side by side.
+            qk, v_TGK = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+            q_THK, k_TGK = rotate(qk, rotary).split((self.num_heads, self.num_kv_heads), dim=1)
+        else:
+            q_THK, k_TGK, v_TGK = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+            q_THK = rotate(self.query_norm(q_THK), rotary)
+            k_TGK = rotate(self.key_norm(k_TGK), rotary)
+        k_info = info
+        if cache is not None:
+            k_TGK, v_TGK, k_info = cache.append(k_TGK, v_TGK)
+        out_THK = attend(
+            q_THK, k_TGK, v_TGK, q_info=info, k_info=k_info, causal=True,
+            scale=1.0 / math.sqrt(self.head_width), backend=self.backend,
+        )  # fmt: skip
+        return self.output(out_THK.flatten(1))
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: DecoderConfig, sites: Iterator[int]) -> None:
+        super().__init__()
+        inner = Normal(config.init_std)
+        outer = Normal(config.init_std / math.sqrt(2 * config.num_layers))
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = DecoderAttention(config)
+        self.attention_dropout = Dropout(config.dropout, next(sites))
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = SwiGLU(config.width, config.feed_forward_width, inner, outer)
+        self.mlp_dropout = Dropout(config.dropout, next(sites))
+
+    def forward(
+        self,
+        x_TD: Float[Tensor, "T D"],
+        info: SeqInfo,
+        rotary: Rotary,
+        key: int,
+        cache: LayerCache | None = None,
+    ) -> Float[Tensor, "T D"]:
+        x_TD = x_TD + self.attention_dropout(self.attention(self.attention_norm(x_TD), info, rotary, cache), key)
+        return x_TD + self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key)
+
+
+class Decoder(nn.Module):
+    """The whole model with its loss."""
+
+    def __init__(self, config: DecoderConfig, loss: LossConfig, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        sites = itertools.count()
+        self.embedding = Embedding(config.vocabulary_size, config.width, config.init_std)
+        self.embedding_dropout = Dropout(config.dropout, next(sites))
+        self.layers = LayerStack(
+            (DecoderLayer(config, sites) for _ in range(config.num_layers)), checkpointed=activation_checkpointing
+        )
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        self.head = Head(self.embedding, Normal(config.init_std), loss, tied=config.tied_embeddings)
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums of the loss over the batch's labels."""
+        return self.head(self.hidden(batch), batch.labels)
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "T D"]:
+        """What the head reads: the normed output of the last layer."""
+        return self._hidden(batch.decoder_ids, batch.decoder_info, batch.dropout_key)
+
+    def logits(self, batch: Batch) -> Float[Tensor, "T V"]:
+        """Logits of every position, at least fp32."""
+        return self.head(self.hidden(batch))
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for one sequence of at most `capacity` tokens."""
+        return Cache.empty(self.config.num_layers, capacity)
+
+    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]:
+        """Appends the ids to the cached sequence; logits of what follows the last one.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        info = cache.next_info(ids_T.shape[0], ids_T.device)
+        return self.head(self._hidden(ids_T, info, 0, cache)[-1:])[0]
+
+    def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
+        x_TD = self.embedding_dropout(self.embedding(ids_T), key)
+        rotary = rotary_angles(info.positions, head_width_of(self.config), self.config.rope_theta, x_TD.dtype)
+        caches = [None] * len(self.layers) if cache is None else cache.layers
+        x_TD = self.layers(x_TD, info, rotary, key, per_layer=caches)
+        return self.norm(x_TD)

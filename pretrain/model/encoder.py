@@ -1,0 +1,99 @@
+"""Encoder of the 2017 Transformer, and the parts that its decoder shares: attention and embedding.
+
+Takes packed source documents -> their hidden states; attention sees the whole own document.
+Post-norm: norm(x + dropout(sublayer(x))), biases everywhere, ReLU, xavier.
+Source: Vaswani et al. 2017, sections 3.1-3.5 and 5.4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pretrain.config.schema import EncoderDecoderConfig
+from pretrain.model.attention import attend
+from pretrain.model.cache import LayerCache
+from pretrain.model.checkpointing import LayerStack
+from pretrain.model.dropout import Dropout
+from pretrain.model.init import Xavier
+from pretrain.model.layers import Embedding, FeedForward, LayerNorm, Linear
+from pretrain.model.positions import sinusoids
+from pretrain.sequence import SeqInfo
+
+
+class SelfAttention(nn.Module):
+    """Attention inside a document; queries, keys and values come from one matrix, in this order."""
+
+    def __init__(self, config: EncoderDecoderConfig, *, causal: bool) -> None:
+        super().__init__()
+        width = config.width
+        self.head_width = width // config.num_heads
+        self.causal = causal
+        self.backend = config.attention
+        self.qkv = Linear(width, 3 * width, Xavier(width, width), bias=True)
+        self.output = Linear(width, width, Xavier(width, width), bias=True)
+
+    def forward(
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, cache: LayerCache | None = None
+    ) -> Float[Tensor, "T D"]:
+        q_THK, k_THK, v_THK = self.qkv(x_TD).unflatten(-1, (3, -1, self.head_width)).unbind(1)
+        k_info = info
+        if cache is not None:
+            k_THK, v_THK, k_info = cache.append(k_THK, v_THK)
+        out_THK = attend(
+            q_THK, k_THK, v_THK, q_info=info, k_info=k_info, causal=self.causal,
+            scale=1.0 / math.sqrt(self.head_width), backend=self.backend,
+        )  # fmt: skip
+        return self.output(out_THK.flatten(1))
+
+
+class PositionedEmbedding(nn.Module):
+    """sqrt(D) times the embedding, plus sinusoids, summed in fp32; one table serves source and target."""
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        self.width = config.width
+        # Unit variance after the factor sqrt(D): the scale of the sinusoids.
+        self.table = Embedding(config.vocabulary_size, config.width, config.width**-0.5)
+
+    def forward(self, ids_T: Int[Tensor, " T"], info: SeqInfo) -> Float[Tensor, "T D"]:
+        x_TD = self.table(ids_T)
+        return (sinusoids(info.positions, self.width) + math.sqrt(self.width) * x_TD).to(x_TD.dtype)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then feed-forward, each followed by dropout, the residual sum and a norm."""
+
+    def __init__(self, config: EncoderDecoderConfig, sites: Iterator[int]) -> None:
+        super().__init__()
+        width = config.width
+        initial = Xavier(width, config.feed_forward_width)
+        self.attention = SelfAttention(config, causal=False)
+        self.attention_dropout = Dropout(config.dropout, next(sites))
+        self.attention_norm = LayerNorm(width, config.norm_eps)
+        self.mlp = FeedForward(width, config.feed_forward_width, initial)
+        self.mlp_dropout = Dropout(config.dropout, next(sites))
+        self.mlp_norm = LayerNorm(width, config.norm_eps)
+
+    def forward(self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int, _: None = None) -> Float[Tensor, "T D"]:
+        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info), key))
+        return self.mlp_norm(x_TD + self.mlp_dropout(self.mlp(x_TD), key))
+
+
+class Encoder(nn.Module):
+    """The layers above the embedding."""
+
+    def __init__(self, config: EncoderDecoderConfig, sites: Iterator[int], *, activation_checkpointing: bool) -> None:
+        super().__init__()
+        self.embedding_dropout = Dropout(config.dropout, next(sites))
+        self.layers = LayerStack(
+            (EncoderLayer(config, sites) for _ in range(config.num_encoder_layers)),
+            checkpointed=activation_checkpointing,
+        )
+
+    def forward(self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int) -> Float[Tensor, "T D"]:
+        x_TD = self.embedding_dropout(x_TD, key)
+        return self.layers(x_TD, info, key, per_layer=[None] * len(self.layers))

@@ -1,0 +1,157 @@
+"""The 2017 Transformer on packed tensors: encoder, decoder with cross-attention, one shared embedding.
+
+Takes a Batch whose source and target hold the same number of documents -> LossSums; target document i
+sees source document i only. Decoding: encode the source once, then take new ids and a cache -> logits.
+Source: Vaswani et al. 2017; the embedding is shared by source, target and output (section 3.4).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pretrain.config.schema import EncoderDecoderConfig, LossConfig
+from pretrain.loss.sums import LossSums
+from pretrain.model.attention import attend
+from pretrain.model.cache import Cache, LayerCache, one_document
+from pretrain.model.checkpointing import LayerStack
+from pretrain.model.dropout import Dropout
+from pretrain.model.encoder import Encoder, PositionedEmbedding, SelfAttention
+from pretrain.model.head import Head
+from pretrain.model.init import Normal, Xavier
+from pretrain.model.layers import FeedForward, LayerNorm, Linear
+from pretrain.sequence import Batch, SeqInfo
+
+Source = tuple[Tensor, SeqInfo]
+"""Encoded source [T_source, D] and its layout."""
+
+
+class CrossAttention(nn.Module):
+    """Target tokens look at all of their source document; keys and values come from one matrix, keys first."""
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.head_width = width // config.num_heads
+        self.backend = config.attention
+        self.query = Linear(width, width, Xavier(width, width), bias=True)
+        self.key_value = Linear(width, 2 * width, Xavier(width, width), bias=True)
+        self.output = Linear(width, width, Xavier(width, width), bias=True)
+
+    def forward(
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, source: Source, cache: LayerCache | None = None
+    ) -> Float[Tensor, "T D"]:
+        source_TD, source_info = source
+        if cache is not None and cache.memory is not None:
+            k_THK, v_THK = cache.memory
+        else:
+            k_THK, v_THK = self.key_value(source_TD).unflatten(-1, (2, -1, self.head_width)).unbind(1)
+            if cache is not None:
+                cache.memory = (k_THK, v_THK)
+        out_THK = attend(
+            self.query(x_TD).unflatten(-1, (-1, self.head_width)), k_THK, v_THK, q_info=info, k_info=source_info,
+            causal=False, scale=1.0 / math.sqrt(self.head_width), backend=self.backend,
+        )  # fmt: skip
+        return self.output(out_THK.flatten(1))
+
+
+class CrossDecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention, feed-forward; each with dropout, residual sum and norm."""
+
+    def __init__(self, config: EncoderDecoderConfig, sites: Iterator[int]) -> None:
+        super().__init__()
+        width = config.width
+        initial = Xavier(width, config.feed_forward_width)
+        self.attention = SelfAttention(config, causal=True)
+        self.attention_dropout = Dropout(config.dropout, next(sites))
+        self.attention_norm = LayerNorm(width, config.norm_eps)
+        self.cross = CrossAttention(config)
+        self.cross_dropout = Dropout(config.dropout, next(sites))
+        self.cross_norm = LayerNorm(width, config.norm_eps)
+        self.mlp = FeedForward(width, config.feed_forward_width, initial)
+        self.mlp_dropout = Dropout(config.dropout, next(sites))
+        self.mlp_norm = LayerNorm(width, config.norm_eps)
+
+    def forward(
+        self,
+        x_TD: Float[Tensor, "T D"],
+        info: SeqInfo,
+        source: Source,
+        key: int,
+        cache: LayerCache | None = None,
+    ) -> Float[Tensor, "T D"]:
+        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info, cache), key))
+        x_TD = self.cross_norm(x_TD + self.cross_dropout(self.cross(x_TD, info, source, cache), key))
+        return self.mlp_norm(x_TD + self.mlp_dropout(self.mlp(x_TD), key))
+
+
+class EncoderDecoder(nn.Module):
+    """The whole model with its loss."""
+
+    def __init__(
+        self, config: EncoderDecoderConfig, loss: LossConfig, *, activation_checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        sites = itertools.count()
+        self.embedding = PositionedEmbedding(config)
+        self.encoder = Encoder(config, sites, activation_checkpointing=activation_checkpointing)
+        self.embedding_dropout = Dropout(config.dropout, next(sites))
+        self.layers = LayerStack(
+            (CrossDecoderLayer(config, sites) for _ in range(config.num_decoder_layers)),
+            checkpointed=activation_checkpointing,
+        )
+        self.head = Head(self.embedding.table, Normal(config.width**-0.5), loss, tied=config.tied_embeddings)
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums of the loss over the batch's labels.
+
+        Raises:
+            ValueError: the batch has no source.
+        """
+        return self.head(self.hidden(batch), batch.labels)
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "T D"]:
+        """What the head reads: the output of the last decoder layer."""
+        if batch.encoder_ids is None or batch.encoder_info is None:
+            raise ValueError("an encoder-decoder needs batches with encoder_ids and encoder_info")
+        key = batch.dropout_key
+        source = (self._encode(batch.encoder_ids, batch.encoder_info, key), batch.encoder_info)
+        return self._hidden(batch.decoder_ids, batch.decoder_info, source, key)
+
+    def logits(self, batch: Batch) -> Float[Tensor, "T V"]:
+        """Logits of every target position, at least fp32."""
+        return self.head(self.hidden(batch))
+
+    def encode(self, ids_T: Int[Tensor, " T"]) -> Float[Tensor, "T D"]:
+        """Hidden states of one source document, for `new_cache`."""
+        return self._encode(ids_T, one_document(0, ids_T.shape[0], ids_T.device), 0)
+
+    def new_cache(self, capacity: int, encoded_TD: Float[Tensor, "T D"]) -> Cache:
+        """An empty cache for one target of at most `capacity` tokens that looks at an encoded source."""
+        cache = Cache.empty(self.config.num_decoder_layers, capacity)
+        cache.source = (encoded_TD, one_document(0, encoded_TD.shape[0], encoded_TD.device))
+        return cache
+
+    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]:
+        """Appends the ids to the cached target; logits of what follows the last one.
+
+        Raises:
+            ValueError: the cache is full, or was made without a source.
+        """
+        if cache.source is None:
+            raise ValueError("this cache has no source: make it with new_cache(capacity, encode(ids))")
+        info = cache.next_info(ids_T.shape[0], ids_T.device)
+        return self.head(self._hidden(ids_T, info, cache.source, 0, cache)[-1:])[0]
+
+    def _encode(self, ids_T: Tensor, info: SeqInfo, key: int) -> Tensor:
+        return self.encoder(self.embedding(ids_T, info), info, key)
+
+    def _hidden(self, ids_T: Tensor, info: SeqInfo, source: Source, key: int, cache: Cache | None = None) -> Tensor:
+        x_TD = self.embedding_dropout(self.embedding(ids_T, info), key)
+        caches = [None] * len(self.layers) if cache is None else cache.layers
+        return self.layers(x_TD, info, source, key, per_layer=caches)

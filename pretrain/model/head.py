@@ -1,0 +1,39 @@
+"""The output layer: hidden states -> loss sums or logits, with the matrix that it owns or shares.
+
+The loss is computed inside this module's own forward, so that ZeRO-3 has the matrix gathered; a
+tied one is the same Parameter object that the embedding holds.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pretrain.config.schema import LossConfig
+from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
+from pretrain.loss.sums import LossSums
+from pretrain.model.init import Initial
+from pretrain.model.layers import Embedding
+
+
+class Head(nn.Module):
+    """Projection onto the vocabulary with the fused loss.
+
+    Args:
+        embedding: the token table; tied, its matrix is the projection, otherwise only its shape counts.
+    """
+
+    def __init__(self, embedding: Embedding, initial: Initial, loss: LossConfig, *, tied: bool) -> None:
+        super().__init__()
+        self.weight = embedding.weight if tied else nn.Parameter(torch.empty_like(embedding.weight))
+        self.initial = {"weight": initial}
+        self.loss_options = LossOptions(loss.label_smoothing, loss.z_loss, loss.chunk_rows)
+
+    def forward(self, hidden_TD: Float[Tensor, "T D"], labels_T: Int[Tensor, " T"] | None = None) -> LossSums | Tensor:
+        """Loss sums of the labels; without labels the logits, at least fp32, [T, V]."""
+        if labels_T is not None:
+            return fused_linear_cross_entropy(hidden_TD, self.weight, labels_T, self.loss_options)
+        logits_TV = F.linear(hidden_TD, self.weight)
+        return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))

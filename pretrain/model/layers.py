@@ -1,0 +1,136 @@
+"""The small parts that every family is made of: projections, embeddings, norms, feed-forward blocks.
+
+Each module owns every parameter that its forward uses, so that ZeRO-3 gathers them, and says how they
+start (`initial`). All of them work with the whole module cast to bf16: norm statistics are fp32.
+Sources: RMSNorm, Zhang and Sennrich 2019; LayerNorm, Ba et al. 2016; SwiGLU, Shazeer 2020.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pretrain.model.init import Constant, Initial, Normal
+
+
+class Linear(nn.Module):
+    """x W^T + b with the rule of its initial weights stated where it is built."""
+
+    def __init__(self, width_in: int, width_out: int, initial: Initial, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width_out, width_in))
+        self.bias = nn.Parameter(torch.empty(width_out)) if bias else None
+        self.initial: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Rows of a table by token id."""
+
+    def __init__(self, vocabulary_size: int, width: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary_size, width))
+        self.initial: dict[str, Initial] = {"weight": Normal(std)}
+
+    def forward(self, ids_T: Int[Tensor, " T"]) -> Float[Tensor, "T D"]:
+        return F.embedding(ids_T, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in fp32, cast back, times a weight (the order of Llama)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.eps = eps
+        self.initial: dict[str, Initial] = {"weight": Constant(1.0)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNormFunction.apply(x, self.weight, self.eps)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """One pass each way with in-place fp32 scratch: 0.7 of the time of F.rms_norm in bf16 on CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return (wide * inverse_rms).to(x.dtype).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        unit = x.to(inverse_rms.dtype) * inverse_rms
+        grad = grad_out.to(inverse_rms.dtype)
+        along = grad * unit
+        grad_weight = along.reshape(-1, x.shape[-1]).sum(dim=0)
+        mean = (along @ weight.to(along.dtype)).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = (grad * weight).addcmul_(unit, mean, value=-1.0).mul_(inverse_rms)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / std with weight and bias; torch's kernel keeps the statistics in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+        self.eps = eps
+        self.initial: dict[str, Initial] = {"weight": Constant(1.0), "bias": Constant(0.0)}
+
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        return F.layer_norm(x_TD, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate first."""
+
+    def __init__(self, width: int, feed_forward_width: int, inner: Initial, outer: Initial) -> None:
+        super().__init__()
+        self.gate_up = Linear(width, 2 * feed_forward_width, inner)
+        self.down = Linear(feed_forward_width, width, outer)
+
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        return self.down(_GatedSilu.apply(self.gate_up(x_TD)))
+
+
+class _GatedSilu(torch.autograd.Function):
+    """silu(gate) * up of one [T, 2F] tensor; the gradient is written into one tensor, without a concatenation."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up_T2F)
+        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+        return F.silu(gate_TF).mul_(up_TF)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        (gate_up_T2F,) = ctx.saved_tensors
+        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+        grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
+        grad_gate_TF, grad_up_TF = grad_gate_up_T2F.chunk(2, dim=-1)
+        torch.mul(F.silu(gate_TF), grad_TF, out=grad_up_TF)
+        grad_gate_TF.copy_(torch.ops.aten.silu_backward(grad_TF * up_TF, gate_TF))
+        return grad_gate_up_T2F
+
+
+class FeedForward(nn.Module):
+    """The 2017 block: outer(relu(inner(x))), with biases."""
+
+    def __init__(self, width: int, feed_forward_width: int, initial: Initial) -> None:
+        super().__init__()
+        self.inner = Linear(width, feed_forward_width, initial, bias=True)
+        self.outer = Linear(feed_forward_width, width, initial, bias=True)
+
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        return self.outer(F.relu(self.inner(x_TD)))

@@ -1,0 +1,33 @@
+"""Models by family: the only way from a config to a module with its initial weights.
+
+Adding a family: one file, one config class and one line of `_FAMILIES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from pretrain.config.schema import AnyModelConfig, LossConfig
+from pretrain.model.decoder import Decoder
+from pretrain.model.encoder_decoder import EncoderDecoder
+from pretrain.model.init import initialise
+
+_FAMILIES: dict[str, Callable[..., nn.Module]] = {"decoder": Decoder, "encoder_decoder": EncoderDecoder}
+
+
+def build_model(
+    model: AnyModelConfig, loss: LossConfig, *, seed: int, activation_checkpointing: bool = False
+) -> nn.Module:
+    """The model in fp32 on CPU with the initial weights of the seed; call it with a Batch to get LossSums.
+
+    Raises:
+        KeyError: a family without a module (a mistake of whoever added it to the schema).
+    """
+    # cuDNN's attention has public NaN bugs in backward; the flash kernels are as fast. A flag only, also on CPU.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    module = _FAMILIES[model.family](model, loss, activation_checkpointing=activation_checkpointing)
+    initialise(module, seed)
+    return module
