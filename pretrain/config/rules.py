@@ -1,50 +1,92 @@
-"""Rules that hold between sections; each broken one becomes one line of the error. PURE."""
+"""Rules that hold between fields; each broken one becomes one line of the error. PURE.
+
+A rule names the sections that it looks at, so that it also runs while another section is broken.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pretrain.config.schema import RunConfig
+    from pretrain.config.schema import (
+        AnyModelConfig,
+        BatchConfig,
+        ClusterConfig,
+        DataConfig,
+        EvalConfig,
+        HealthConfig,
+        ObjectiveConfig,
+        ScheduleConfig,
+    )
 
 
-def broken_rules(config: RunConfig) -> list[str]:
-    """Every cross-field rule that the config breaks, as `<field=value>. <rule>. <remedy>`."""
-    return [*_batch_rules(config), *_model_rules(config), *_schedule_rules(config), *_health_rules(config)]
+def broken_rules(sections: Mapping[str, Any]) -> list[str]:
+    """Every broken rule as `<field=value>. <rule>. <remedy>`; rules on absent sections are left out."""
+    return [
+        problem
+        for names, rule in _RULES
+        if all(name in sections for name in names)
+        for problem in rule(*(sections[name] for name in names))
+    ]
 
 
-def _batch_rules(config: RunConfig) -> list[str]:
-    batch, data = config.batch, config.data
-    problems = []
-    if batch.global_batch_size % batch.micro_batch_size:
-        down = batch.global_batch_size // batch.micro_batch_size * batch.micro_batch_size
-        suggestion = down or batch.micro_batch_size
-        problems.append(
-            f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
-            f"batch.micro_batch_size={batch.micro_batch_size}. A step is a whole number of micro-batches. "
-            f"Set batch.global_batch_size={suggestion} or another batch.micro_batch_size."
-        )
-    if data.lanes & (data.lanes - 1):
-        problems.append(
-            f"data.lanes={data.lanes} is not a power of two. Lanes must divide the rows of a block. "
-            f"Set data.lanes={1 << (data.lanes.bit_length() - 1)}."
-        )
-    pairs = config.objective.kind == "seq2seq"
-    if pairs != (config.model.family == "encoder_decoder"):
-        problems.append(
-            f"objective.kind={config.objective.kind} does not fit model.family={config.model.family}. "
-            "seq2seq trains encoder_decoder, causal_lm trains decoder. Change one of them."
-        )
-    if pairs and batch.source_length is None:
-        problems.append(
+def _batch_rules(batch: BatchConfig) -> list[str]:
+    if batch.global_batch_size % batch.micro_batch_size == 0:
+        return []
+    down = batch.global_batch_size // batch.micro_batch_size * batch.micro_batch_size
+    return [
+        f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
+        f"batch.micro_batch_size={batch.micro_batch_size} "
+        f"({batch.global_batch_size} = {batch.global_batch_size // batch.micro_batch_size} x "
+        f"{batch.micro_batch_size} + {batch.global_batch_size % batch.micro_batch_size}). "
+        "A step is a whole number of micro-batches. "
+        f"Set batch.global_batch_size={down or batch.micro_batch_size} or another batch.micro_batch_size."
+    ]
+
+
+def _data_rules(data: DataConfig) -> list[str]:
+    if data.lanes & (data.lanes - 1) == 0:
+        return []
+    return [
+        f"data.lanes={data.lanes} is not a power of two. Lanes must divide the rows of a block. "
+        f"Set data.lanes={1 << (data.lanes.bit_length() - 1)}."
+    ]
+
+
+def _objective_rules(objective: ObjectiveConfig, model: AnyModelConfig) -> list[str]:
+    if (objective.kind == "seq2seq") == (model.family == "encoder_decoder"):
+        return []
+    return [
+        f"objective.kind={objective.kind} does not fit model.family={model.family}. "
+        "seq2seq trains encoder_decoder, causal_lm trains decoder. Change one of them."
+    ]
+
+
+def _source_length_rules(objective: ObjectiveConfig, batch: BatchConfig) -> list[str]:
+    if objective.kind == "seq2seq" and batch.source_length is None:
+        return [
             "batch.source_length is missing. A pair source is packed for a source and a target capacity. "
             "Set batch.source_length to the source capacity given to data build."
-        )
-    return problems
+        ]
+    if objective.kind != "seq2seq" and batch.source_length is not None:
+        return [
+            f"batch.source_length={batch.source_length} has no effect with objective.kind={objective.kind}. "
+            "Only pair sources have a source side. Remove it."
+        ]
+    return []
 
 
-def _model_rules(config: RunConfig) -> list[str]:
-    model = config.model
+def _eval_rules(evaluation: EvalConfig, data: DataConfig) -> list[str]:
+    if evaluation.every_steps is None or data.validation:
+        return []
+    return [
+        f"eval.every_steps={evaluation.every_steps} has no effect without data.validation. "
+        "Validation needs held-out sources. Add data.validation or remove eval.every_steps."
+    ]
+
+
+def _model_rules(model: AnyModelConfig) -> list[str]:
     problems = []
     head_width = getattr(model, "head_width", None)
     if head_width is None and model.width % model.num_heads:
@@ -70,8 +112,7 @@ def _model_rules(config: RunConfig) -> list[str]:
     return problems
 
 
-def _schedule_rules(config: RunConfig) -> list[str]:
-    schedule = config.schedule
+def _schedule_rules(schedule: ScheduleConfig) -> list[str]:
     problems = []
     if schedule.warmup_steps + schedule.decay_steps > schedule.total_steps:
         problems.append(
@@ -91,18 +132,35 @@ def _schedule_rules(config: RunConfig) -> list[str]:
     return problems
 
 
-def _health_rules(config: RunConfig) -> list[str]:
-    health, cluster = config.health, config.cluster
-    problems = []
-    if not health.data_timeout_s < health.collective_timeout_s < health.heartbeat_timeout_s:
-        problems.append(
-            f"health.data_timeout_s={health.data_timeout_s:g}, collective_timeout_s={health.collective_timeout_s:g}, "
-            f"heartbeat_timeout_s={health.heartbeat_timeout_s:g} do not rise. "
-            "The rule is data < collective < heartbeat, so that the cause is named and not its victim."
-        )
-    if cluster.min_ranks and cluster.min_ranks > cluster.num_ranks:
-        problems.append(
-            f"cluster.min_ranks={cluster.min_ranks} is above cluster.num_ranks={cluster.num_ranks}. "
-            "Set it to at most num_ranks."
-        )
-    return problems
+def _health_rules(health: HealthConfig) -> list[str]:
+    if health.data_timeout_s < health.collective_timeout_s < health.heartbeat_timeout_s:
+        return []
+    return [
+        f"health.data_timeout_s={health.data_timeout_s:g}, "
+        f"health.collective_timeout_s={health.collective_timeout_s:g}, "
+        f"health.heartbeat_timeout_s={health.heartbeat_timeout_s:g} do not rise. "
+        "The rule is data < collective < heartbeat, so that the cause is named and not its victim. "
+        "Set them in rising order."
+    ]
+
+
+def _cluster_rules(cluster: ClusterConfig) -> list[str]:
+    if cluster.min_ranks is None or cluster.min_ranks <= cluster.num_ranks:
+        return []
+    return [
+        f"cluster.min_ranks={cluster.min_ranks} is above cluster.num_ranks={cluster.num_ranks}. "
+        f"A run shrinks from num_ranks. Set cluster.min_ranks={cluster.num_ranks} or less."
+    ]
+
+
+_RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
+    (("batch",), _batch_rules),
+    (("data",), _data_rules),
+    (("objective", "model"), _objective_rules),
+    (("objective", "batch"), _source_length_rules),
+    (("eval", "data"), _eval_rules),
+    (("model",), _model_rules),
+    (("schedule",), _schedule_rules),
+    (("health",), _health_rules),
+    (("cluster",), _cluster_rules),
+)

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from pretrain.config.units import (
     Bytes,
     Count,
     Flag,
     Fraction,
+    Location,
     NonNegativeReal,
     PositiveInt,
     PositiveReal,
     Real,
     Seconds,
     Text,
+    parse_count,
 )
 
+ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(parse_count)]
 ResumePolicy = Literal["free", "logged", "segment", "refused"]
 
 
@@ -44,7 +47,7 @@ class Section(BaseModel):
 class SourceConfig(Section):
     """One built source (a directory with manifest.json)."""
 
-    path: Text = setting("directory or URL that holds manifest.json", resume="refused")
+    path: Location = setting("directory or URL that holds manifest.json", resume="refused")
     weight: PositiveReal = setting(
         "share of the rows; weights are relative and need not sum to 1", resume="segment", default=1.0
     )
@@ -74,7 +77,7 @@ class DataConfig(Section):
         resume="logged",
         default="raise",
     )
-    cache: Text | None = setting("directory for blocks fetched from remote sources", resume="free", default=None)
+    cache: Location | None = setting("directory for blocks fetched from remote sources", resume="free", default=None)
     cache_bytes: Bytes = setting("size of that cache in bytes", resume="free", default=20 * 2**30)
     prefetch_steps: PositiveInt = setting("steps read ahead by the prefetch thread", resume="free", default=2)
 
@@ -109,6 +112,7 @@ class ModelConfig(Section):
         "dropout on embeddings and sublayer outputs, keyed by (seed, step, micro-batch)",
         resume="logged",
         default=0.0,
+        lt=1,
     )
     attention: Literal["auto", "split", "sdpa", "reference"] = setting(
         "attention backend; auto chooses and logs, a named one that cannot run is an error",
@@ -169,7 +173,7 @@ class BatchConfig(Section):
 class LossConfig(Section):
     """The training loss, summed over targets and divided once by their global number."""
 
-    label_smoothing: Fraction = setting("epsilon of label smoothing", resume="logged", default=0.0)
+    label_smoothing: Fraction = setting("epsilon of label smoothing", resume="logged", default=0.0, lt=1)
     z_loss: NonNegativeReal = setting("weight of logsumexp^2", resume="logged", default=0.0)
     chunk_rows: PositiveInt = setting("target rows per chunk of the fused loss", resume="free", default=1024)
 
@@ -180,8 +184,8 @@ class AdamWConfig(Section):
     kind: Literal["adamw"] = "adamw"
     learning_rate: PositiveReal = setting("peak learning rate", resume="logged")
     weight_decay: NonNegativeReal = setting("decay of matrices and embeddings", resume="logged", default=0.1)
-    beta1: Fraction = setting("decay of the first moment", resume="logged", default=0.9)
-    beta2: Fraction = setting("decay of the second moment", resume="logged", default=0.95)
+    beta1: Fraction = setting("decay of the first moment", resume="logged", default=0.9, lt=1)
+    beta2: Fraction = setting("decay of the second moment", resume="logged", default=0.95, lt=1)
     eps: PositiveReal = setting("epsilon in the denominator", resume="logged", default=1e-8)
     gradient_clipping: NonNegativeReal = setting(
         "maximum global gradient norm; 0 means no clipping", resume="logged", default=1.0
@@ -194,7 +198,7 @@ class SGDConfig(Section):
     kind: Literal["sgd"] = "sgd"
     learning_rate: PositiveReal = setting("peak learning rate", resume="logged")
     weight_decay: NonNegativeReal = setting("decay of matrices and embeddings", resume="logged", default=0.0)
-    momentum: Fraction = setting("momentum", resume="logged", default=0.0)
+    momentum: Fraction = setting("momentum", resume="logged", default=0.0, lt=1)
     gradient_clipping: NonNegativeReal = setting(
         "maximum global gradient norm; 0 means no clipping", resume="logged", default=1.0
     )
@@ -220,7 +224,7 @@ class ScheduleConfig(Section):
 class EngineConfig(Section):
     """How DeepSpeed shards and computes."""
 
-    zero_stage: Literal[0, 1, 2, 3] = setting("ZeRO stage", resume="logged", default=2)
+    zero_stage: ZeroStage = setting("ZeRO stage", resume="logged", default=2)
     precision: Literal["bf16", "fp32"] = setting(
         "bf16 = bf16 weights and gradients with fp32 masters", resume="logged", default="bf16"
     )
@@ -249,16 +253,16 @@ class HealthConfig(Section):
     )
     data_timeout_s: Seconds = setting("longest wait for a step's rows", resume="free", default=60.0)
     collective_timeout_s: Seconds = setting("longest wait in a collective", resume="free", default=120.0)
-    heartbeat_timeout_s: Seconds = setting(
-        "a rank silent for longer is killed as hung", resume="free", default=180.0
-    )
+    heartbeat_timeout_s: Seconds = setting("a rank silent for longer is killed as hung", resume="free", default=180.0)
     start_timeout_s: Seconds = setting("longest start of a rank, imports included", resume="free", default=300.0)
 
 
 class EvalConfig(Section):
     """Validation inside the run; it never disturbs training state."""
 
-    every_steps: PositiveInt | None = setting("steps between validations; none means never", resume="free", default=None)
+    every_steps: PositiveInt | None = setting(
+        "steps between validations; none means never", resume="free", default=None
+    )
     max_rows: PositiveInt | None = setting(
         "validation rows per source, the same each time; none means all", resume="free", default=None
     )
@@ -305,10 +309,13 @@ class ClusterConfig(Section):
 class RunConfig(Section):
     """A whole run, as one YAML file describes it."""
 
-    name: Text = setting("name of the run: letters, digits, dot, dash, underscore", resume="refused",
-                         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    name: Text = setting(
+        "name of the run: letters, digits, dot, dash, underscore",
+        resume="refused",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+    )
     seed: Count = setting("seed of everything random", resume="refused", lt=2**63)
-    tokenizer: Text = setting("tokenizer.json", resume="refused")
+    tokenizer: Location = setting("tokenizer.json", resume="refused")
     data: DataConfig
     objective: ObjectiveConfig = CausalLMObjective()
     model: AnyModelConfig
@@ -327,7 +334,7 @@ class RunConfig(Section):
     def _sections_fit_each_other(self) -> RunConfig:
         from pretrain.config.rules import broken_rules
 
-        problems = broken_rules(self)
+        problems = broken_rules({name: getattr(self, name) for name in type(self).model_fields})
         if problems:
             raise ValueError("\n".join(problems))
         return self

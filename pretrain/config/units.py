@@ -7,6 +7,7 @@ person cannot have meant (`010`, `12:30`, `1.5` for a count) is refused, never g
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Annotated, Any
 
@@ -32,16 +33,24 @@ def _parse_number(value: Any) -> int | float:
             raise ValueError("is not a number. Write 1000, 1e3 or 0.001")
         if re.fullmatch(r"[+-]?0\d+", text):
             raise ValueError("has a leading zero. Write it without (octal is not accepted)")
-        number = int(text) if re.fullmatch(r"[+-]?[\d_]+", text) else float(text)
+        text = text.replace("_", "")
+        number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     else:
         raise ValueError(f"is {_a(value)}. The rule: a number")
     if isinstance(number, float) and not math.isfinite(number):
-        raise ValueError("is not finite")
+        raise ValueError("is not finite. Write a finite number")
     return number
 
 
 def _a(value: Any) -> str:
-    names = {"NoneType": "empty", "list": "a list", "dict": "a mapping", "str": "text"}
+    names = {
+        "NoneType": "empty",
+        "list": "a list",
+        "dict": "a mapping",
+        "bool": "a flag",
+        "int": "a number",
+        "float": "a number",
+    }
     return names.get(type(value).__name__, f"a {type(value).__name__}")
 
 
@@ -53,7 +62,7 @@ def parse_count(value: Any) -> int:
     """
     number = _parse_number(value)
     if number != int(number):
-        raise ValueError("is not a whole number")
+        raise ValueError("is not a whole number. Write 1000 or 1e3")
     return int(number)
 
 
@@ -77,7 +86,21 @@ def parse_text(value: Any) -> str:
     """Text; a number or flag that YAML recognised where a name was meant is refused, not guessed."""
     if isinstance(value, str):
         return value
+    if value is None:
+        raise ValueError("is empty. The rule: text. Write some or leave the key out")
     raise ValueError(f"is {_a(value)}, where text is wanted. Put it in quotes")
+
+
+def parse_location(value: Any) -> str:
+    """A path, made absolute against the current directory and the home of `~`; a URL stays as it is.
+
+    Raises:
+        ValueError: not text, or empty.
+    """
+    text = parse_text(value)
+    if not text:
+        raise ValueError("is empty. Write a path or a URL")
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
 def parse_seconds(value: Any) -> float:
@@ -117,3 +140,4 @@ Seconds = Annotated[float, BeforeValidator(parse_seconds), Field(ge=0)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Flag = Annotated[bool, BeforeValidator(parse_flag)]
 Text = Annotated[str, BeforeValidator(parse_text), Field(min_length=1)]
+Location = Annotated[str, BeforeValidator(parse_location)]

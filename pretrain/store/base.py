@@ -1,0 +1,101 @@
+"""The interface of a store, its errors, and the rule for keys. PURE.
+
+A key is a relative path with forward slashes: no empty part, no `.` or `..`, no part that starts
+with `.tmp-` (the names of files that are still being written, which no listing shows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from pretrain.errors import StoreError
+
+TEMPORARY = ".tmp-"
+
+
+class NotFoundError(StoreError):
+    """The key does not exist."""
+
+
+class UnsupportedError(StoreError):
+    """This kind of store cannot do what was asked, whatever the key."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Files by key. Every method raises StoreError (naming store, key and cause) when the storage fails.
+
+    Attributes:
+        url: absolute path or URL of the store, without a trailing slash.
+    """
+
+    url: str
+
+    def put(self, key: str, data: bytes) -> None:
+        """Writes or replaces a file: atomic and durable; after a failure the old content is intact."""
+
+    def put_stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        """`put` for content that does not fit into memory; gives the number of bytes written."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Creates a file unless the key exists; of several at once exactly one gets True.
+
+        Raises:
+            UnsupportedError: the storage has no atomic creation.
+        """
+
+    def get(self, key: str) -> bytes:
+        """The whole file. Raises NotFoundError if there is none."""
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly `length` bytes from `start`; fewer is a StoreError, no file a NotFoundError."""
+
+    def size(self, key: str) -> int:
+        """Bytes of a file. Raises NotFoundError if there is none."""
+
+    def exists(self, key: str) -> bool:
+        """Whether there is a file of this key (a prefix of other keys is none)."""
+
+    def list(self, prefix: str = "") -> list[str]:
+        """All keys below the folder `prefix`, sorted, relative to the store."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Names right below the folder `prefix`, files and folders, sorted; one look, no walk."""
+
+    def delete(self, key: str) -> None:
+        """Removes a file; nothing happens if there is none."""
+
+    def delete_tree(self, prefix: str) -> None:
+        """Removes everything below the folder `prefix`, half-written files too."""
+
+    def append(self, key: str, data: bytes) -> None:
+        """Adds to the end of a file in a single write, so that lines of several writers never mix.
+
+        Raises:
+            UnsupportedError: on object stores.
+        """
+
+    def local_path(self, key: str) -> Path | None:
+        """Where a file is for mmap or for a process's output; None when the store is not local."""
+
+    def child(self, prefix: str) -> Store:
+        """The store of the keys below the folder `prefix`."""
+
+
+def checked_key(key: str, *, empty: bool = False) -> str:
+    """The key itself, if it is one; `empty` allows the folder of the whole store.
+
+    Raises:
+        StoreError: it could leave the store or name a temporary file.
+    """
+    if empty and key == "":
+        return key
+    parts = key.split("/")
+    if any(part in ("", ".", "..") or part.startswith(TEMPORARY) or "\0" in part for part in parts):
+        raise StoreError(
+            f"key={key!r} is no key of a store. A key is a relative path without empty parts, '.', '..' "
+            f"and names that start with {TEMPORARY}. Use a name like checkpoints/step-00000010."
+        )
+    return key

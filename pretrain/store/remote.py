@@ -1,0 +1,163 @@
+"""A store on an object store, through fsspec (`s3://`, `gs://`, `memory://`, …).
+
+One file is one PUT, which object stores make visible whole or not at all; large ones are collected
+in a temporary local file first, so that an interrupted source never publishes half an object. There
+is no append, and no atomic creation (conditional PUT is honoured by too few stores to be assumed).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+
+from pretrain.errors import StoreError, UserError
+from pretrain.store.base import NotFoundError, Store, UnsupportedError, checked_key
+from pretrain.store.local import short_read
+
+
+class RemoteStore:
+    """See `Store`.
+
+    Raises:
+        UserError: nobody knows how to reach a URL of this kind.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        try:
+            self._files, root = fsspec.url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            kind = url.split("://", 1)[0]
+            raise UserError(
+                f"url={url} cannot be opened: {error}. The kind must be one that fsspec knows and whose package is "
+                f"installed. Install the package that serves {kind}:// or correct the URL."
+            ) from None
+        self._root = root.rstrip("/")
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.url!r})"
+
+    # ---------------------------------------------------------------------------------------- writing
+
+    def put(self, key: str, data: bytes) -> None:
+        path = self._path(key)
+        with self._explained("write", key):
+            self._files.pipe_file(path, bytes(data))
+
+    def put_stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        path = self._path(key)
+        with tempfile.NamedTemporaryFile(prefix="pretrain-upload-") as file:
+            for chunk in chunks:
+                with self._explained("write", key):
+                    file.write(chunk)
+            with self._explained("write", key):
+                file.flush()
+                size = file.tell()
+                self._files.put_file(file.name, path)
+        return size
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        checked_key(key)
+        raise UnsupportedError(
+            f"{self.url} cannot create {key} atomically. Exactly one of several writers must win, and object "
+            "stores do not promise that. Put the run on a shared file system; data may stay here."
+        )
+
+    def append(self, key: str, data: bytes) -> None:
+        checked_key(key)
+        raise UnsupportedError(
+            f"{self.url} cannot append to {key}. Objects are written whole. Put the run on a shared file system."
+        )
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        if self.exists(key):
+            try:
+                with self._explained("delete", key):
+                    self._files.rm_file(path)
+            except NotFoundError:
+                return
+
+    def delete_tree(self, prefix: str) -> None:
+        for key in self.list(prefix):
+            self.delete(key)
+
+    # ---------------------------------------------------------------------------------------- reading
+
+    def get(self, key: str) -> bytes:
+        path = self._path(key)
+        with self._explained("read", key):
+            return bytes(self._files.cat_file(path))
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        path = self._path(key)
+        if length == 0:
+            return b""
+        with self._explained("read", key):
+            data = bytes(self._files.cat_file(path, start=start, end=start + length))
+        if len(data) != length:
+            raise short_read(f"{self.url}/{key}", start, length, len(data))
+        return data
+
+    def size(self, key: str) -> int:
+        path = self._path(key)
+        with self._explained("read", key):
+            info = self._files.info(path)
+            if info["type"] != "file":
+                raise FileNotFoundError(path)
+            return int(info["size"])
+
+    def exists(self, key: str) -> bool:
+        path = self._path(key)
+        with self._explained("read", key):
+            return bool(self._files.isfile(path))
+
+    def list(self, prefix: str = "") -> list[str]:
+        folder = self._folder(prefix)
+        with self._explained("list", prefix):
+            found = self._files.find(folder)
+        return sorted(path[len(self._root) + 1 :] for path in found if path.startswith(folder + "/"))
+
+    def names(self, prefix: str = "") -> list[str]:
+        folder = self._folder(prefix)
+        with self._explained("list", prefix):
+            try:
+                found = self._files.ls(folder, detail=False)
+            except FileNotFoundError:
+                return []
+        paths = (path.rstrip("/") for path in found)
+        return sorted({path[len(folder) + 1 :] for path in paths if path.startswith(folder + "/")})
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def child(self, prefix: str) -> Store:
+        prefix = checked_key(prefix.rstrip("/"), empty=True)
+        return RemoteStore(f"{self.url}/{prefix}" if prefix else self.url)
+
+    # ---------------------------------------------------------------------------------------- helpers
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{checked_key(key)}"
+
+    def _folder(self, prefix: str) -> str:
+        prefix = checked_key(prefix.rstrip("/"), empty=True)
+        return f"{self._root}/{prefix}" if prefix else self._root
+
+    @contextmanager
+    def _explained(self, action: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise NotFoundError(f"{self.url}/{key} does not exist.") from None
+        except StoreError:
+            raise
+        except Exception as error:  # every client library of an object store has a family of its own
+            raise StoreError(
+                f"cannot {action} {self.url}/{key}: {type(error).__name__}: {error}. "
+                "Check the network, the credentials and the URL."
+            ) from error
