@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.errors import RunError
 from pretrain.metrics.history import history, read_attempts
+from pretrain.metrics.sinks import MetricsHome
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-    from pretrain.metrics.sinks import MetricsHome
+Axes = Any  # matplotlib.axes.Axes, named without importing it
 
 _INK, _GRID, _MUTED = "#222222", "#e6e6e6", "#8a8a8a"
 _TRAIN = "#2f6db5"

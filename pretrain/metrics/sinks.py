@@ -12,21 +12,20 @@ import json
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from pretrain.config.schema import RunConfig
 from pretrain.errors import StoreError
 from pretrain.log import Log
 from pretrain.store import Store, UnsupportedError
-
-if TYPE_CHECKING:
-    from pretrain.config.schema import RunConfig
-    from pretrain.topology import World
+from pretrain.topology import World
 
 FLUSH_SECONDS = 10.0
 FLUSH_RECORDS = 200
 MAX_PENDING_LINES = 100_000
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Takes records; `write` neither blocks for long nor raises for its own troubles."""
 
@@ -35,6 +34,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class MetricsHome(Protocol):
     """What a sink needs to know of a run directory."""
 

@@ -15,16 +15,13 @@ import json
 import queue
 import threading
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pretrain.config.schema import RunConfig
 from pretrain.log import Log
 from pretrain.metrics.history import read_attempts
-from pretrain.metrics.sinks import finite
+from pretrain.metrics.sinks import MetricsHome, finite
 from pretrain.store import NotFoundError, Store, UnsupportedError
-
-if TYPE_CHECKING:
-    from pretrain.config.schema import RunConfig
-    from pretrain.metrics.sinks import MetricsHome
 
 ID_KEY = "metrics/wandb.json"
 QUEUE_RECORDS = 10_000
