@@ -7,9 +7,9 @@ tied one is the same Parameter object that the embedding holds.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from pretrain.config.schema import LossConfig
 from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
@@ -35,5 +35,5 @@ class Head(nn.Module):
         """Loss sums of the labels; without labels the logits, at least fp32, [T, V]."""
         if labels_T is not None:
             return fused_linear_cross_entropy(hidden_TD, self.weight, labels_T, self.loss_options)
-        logits_TV = F.linear(hidden_TD, self.weight)
+        logits_TV = functional.linear(hidden_TD, self.weight)
         return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))

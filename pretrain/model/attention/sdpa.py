@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from pretrain.model.attention.reference import packed_distance, softmax_attention
 from pretrain.model.attention.rules import AttentionRules
@@ -65,4 +65,4 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, is_causal: bool = False
 ) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)

@@ -1,0 +1,83 @@
+"""Parameters and training FLOPs of a model, from its config alone. PURE: no torch.
+
+    FLOPs per row = 3 * (2 * sum over matrices of (elements * tokens that pass it)
+                         + sum over attentions of 4 * H * K * queries * keys [/ 2 when causal])
+
+3 = forward + backward; a multiply-add is 2; the embedding's lookup, norms, biases, softmax and activations
+are left out, and so is recomputation. A row counts as ONE document, full of tokens: rows of
+several documents do less attention, so MFU errs on the low side of the work that was useful.
+Source: Kaplan et al. 2020; Chowdhery et al. 2022, appendix B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pretrain.config.schema import AnyModelConfig, BatchConfig, DecoderConfig, EncoderDecoderConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterCounts:
+    """Elements of the trainable parameters; a tied matrix counts once.
+
+    Attributes:
+        total: all of them.
+        embedding: the input table, also when it is tied to the output.
+    """
+
+    total: int
+    embedding: int
+
+
+def parameter_counts(model: AnyModelConfig) -> ParameterCounts:
+    """Counts without building the model."""
+    embedding = model.vocabulary_size * model.width
+    outputs = 0 if model.tied_embeddings else embedding
+    if isinstance(model, DecoderConfig):
+        head_width = model.head_width or model.width // model.num_heads
+        layer = _decoder_matrices(model) + 2 * model.width + (2 * head_width if model.qk_norm else 0)
+        return ParameterCounts(embedding + model.num_layers * layer + model.width + outputs, embedding)
+    width, hidden = model.width, model.feed_forward_width
+    attention = 4 * width * width + 4 * width
+    mlp = 2 * width * hidden + hidden + width
+    norm = 2 * width
+    encoder_layer = attention + mlp + 2 * norm
+    decoder_layer = 2 * attention + mlp + 3 * norm
+    layers = model.num_encoder_layers * encoder_layer + model.num_decoder_layers * decoder_layer
+    return ParameterCounts(embedding + layers + outputs, embedding)
+
+
+def training_flops_per_row(model: AnyModelConfig, batch: BatchConfig) -> int:
+    """FLOPs of forward and backward for one row (target row and its source row)."""
+    if isinstance(model, DecoderConfig):
+        return 3 * _decoder_forward(model, batch.sequence_length)
+    return 3 * _encoder_decoder_forward(model, batch.source_length or batch.sequence_length, batch.sequence_length)
+
+
+def training_flops_per_step(model: AnyModelConfig, batch: BatchConfig) -> int:
+    """FLOPs of one optimizer step over all ranks, the optimizer itself left out."""
+    return batch.global_batch_size * training_flops_per_row(model, batch)
+
+
+def _decoder_matrices(model: DecoderConfig) -> int:
+    head_width = model.head_width or model.width // model.num_heads
+    heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)
+    return model.width * (heads * head_width + 3 * model.feed_forward_width)
+
+
+def _decoder_forward(model: DecoderConfig, length: int) -> int:
+    head_width = model.head_width or model.width // model.num_heads
+    matrices = model.num_layers * _decoder_matrices(model) + model.vocabulary_size * model.width
+    attention = model.num_layers * 2 * model.num_heads * head_width * length * length
+    return 2 * matrices * length + attention
+
+
+def _encoder_decoder_forward(model: EncoderDecoderConfig, source_length: int, target_length: int) -> int:
+    width = model.width
+    mlp = 2 * width * model.feed_forward_width
+    square = width * width
+    source_side = model.num_encoder_layers * (4 * square + mlp) + model.num_decoder_layers * 2 * square
+    target_side = model.num_decoder_layers * (6 * square + mlp) + model.vocabulary_size * width
+    attention = model.num_encoder_layers * 4 * width * source_length**2
+    attention += model.num_decoder_layers * (2 * width * target_length**2 + 4 * width * target_length * source_length)
+    return 2 * (source_side * source_length + target_side * target_length) + attention
