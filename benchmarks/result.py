@@ -70,7 +70,5 @@ def as_json(results: Sequence[Result]) -> str:
 
 
 def as_table(results: Sequence[Result]) -> str:
-    rows = [
-        (r.metric, r.value, r.unit, r.baseline or None, r.baseline_value, r.repetitions) for r in results
-    ]
+    rows = [(r.metric, r.value, r.unit, r.baseline or None, r.baseline_value, r.repetitions) for r in results]
     return format_table(HEADINGS, rows)

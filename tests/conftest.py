@@ -29,7 +29,9 @@ import pytest  # noqa: E402
 if not os.environ.get("PRETRAIN_NO_TYPE_HOOK"):
     from jaxtyping import install_import_hook
 
-    install_import_hook("pretrain", "beartype.beartype")
+    # Not config: it is pydantic throughout, which checks at run time itself and whose generics beartype refuses.
+    _ROOMS = "errors topology log sequence store rundir data model loss optim engine checkpoint metrics generate train"
+    install_import_hook([f"pretrain.{room}" for room in _ROOMS.split()], "beartype.beartype")
 
 _GRACE_S = 3.0
 # Python's own helpers of multiprocessing, which live as long as the process that asked for them.

@@ -1,0 +1,78 @@
+"""The command line is a contract: its list is frozen here, and help starts at once."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from launch.cli import build_parser
+
+# A command or option that goes is a breaking change; one that comes is added here.
+COMMANDS = {
+    "checkpoint diff": ["--json", "-h"],
+    "checkpoint list": ["--json", "-h"],
+    "checkpoint verify": ["--json", "-h"],
+    "data build": ["-h"],
+    "data explain": ["--json", "-h"],
+    "data stats": ["--json", "-h"],
+    "data verify": ["--json", "-h"],
+    "doctor": ["--json", "-h"],
+    "generate": ["--json", "-h"],
+    "list": ["--json", "-h"],
+    "logs": ["--rank", "-f", "-h"],
+    "prove": ["--json", "--kills", "-h"],
+    "resume": ["--takeover", "-h"],
+    "status": ["--json", "-h"],
+    "stop": ["--now", "-h"],
+    "submit": ["--address", "--name", "--resume", "-h"],
+    "tokenizer train": ["-h"],
+    "train": ["--dry-run", "--name", "--resume", "-h"],
+}
+
+
+def leaves(parser: argparse.ArgumentParser, prefix: str = "") -> dict[str, argparse.ArgumentParser]:
+    """Every command that can be run, by its words."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, child in action.choices.items():
+                found |= leaves(child, f"{prefix} {name}".strip())
+    return found or {prefix: parser}
+
+
+def test_the_command_list_is_frozen() -> None:
+    assert sorted(leaves(build_parser())) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_each_command_keeps_its_options_and_describes_every_argument(command: str) -> None:
+    parser = leaves(build_parser())[command]
+    options = {option for action in parser._actions for option in action.option_strings}
+    assert set(COMMANDS[command]) <= options
+    assert parser.description
+    undescribed = [action.dest for action in parser._actions if not action.help]
+    assert undescribed == []
+
+
+def test_help_loads_neither_torch_nor_ray_nor_deepspeed() -> None:
+    program = (
+        "import sys\n"
+        "from launch.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'ray', 'deepspeed', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy - {'numpy'}, heavy\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+    assert "pretrain" in result.stdout
+
+
+def test_an_unknown_command_ends_with_2_and_names_the_known_ones() -> None:
+    result = subprocess.run([sys.executable, "-m", "launch.cli", "trian"], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 2
+    assert "train" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,52 @@
+"""The container file: clean for hadolint, not root, and its context holds what it copies."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+
+
+def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("hadolint")
+    return subprocess.run([str(program), "--no-color", str(path)], capture_output=True, text=True, timeout=60)
+
+
+def test_the_dockerfile_is_clean_for_hadolint() -> None:
+    result = hadolint(DOCKERFILE)
+    assert result.returncode == 0, result.stdout
+
+
+def test_hadolint_would_find_a_mistake(tmp_path: Path) -> None:
+    broken = tmp_path / "Dockerfile"
+    broken.write_text(DOCKERFILE.read_text().replace("USER 10001", "USER root"))
+    assert hadolint(broken).returncode != 0
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    users = re.findall(r"^USER (\S+)", DOCKERFILE.read_text(), re.MULTILINE)
+    assert users == ["10001"]
+
+
+def test_everything_the_dockerfile_copies_is_in_the_build_context() -> None:
+    text = DOCKERFILE.read_text()
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = set()
+    for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
+        words = [word for word in line.split() if not word.startswith("--")]
+        if "--from=build" not in line:
+            copied |= set(words[:-1])
+    assert copied == allowed
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_device_argument_knows_cpu_and_cuda_and_refuses_others() -> None:
+    text = DOCKERFILE.read_text()
+    assert re.search(r"^ARG DEVICE=cpu$", text, re.MULTILINE)
+    assert "cpu) index=" in text
+    assert "cuda) index=" in text
+    assert "exit 2" in text
