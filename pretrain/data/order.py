@@ -115,9 +115,12 @@ class RowOrder:
 
     def locate_range(self, first: int, count: int) -> list[RowAddress]:
         """Addresses of `count` consecutive global rows. Raises ValueError for rows before this segment."""
-        if first < self.first_row or count < 0:
-            raise ValueError(f"rows [{first}, {first + count}) lie outside a segment that begins at {self.first_row}")
-        rows = np.arange(first, first + count, dtype=np.int64)
+        return self.locate_rows(np.arange(first, first + count, dtype=np.int64))
+
+    def locate_rows(self, rows: I64) -> list[RowAddress]:
+        """Addresses of many global rows [n] at once. Raises ValueError for rows before this segment."""
+        if rows.size and int(rows.min()) < self.first_row:
+            raise ValueError(f"row {int(rows.min())} lies before the segment, which begins at row {self.first_row}")
         lane = rows % self.lanes
         slot = rows // self.lanes - self._begin[lane] + self._phase[lane]
         source = self._schedule[slot % self.period]
@@ -127,7 +130,7 @@ class RowOrder:
             - self._taken[lane, source]
             + self._before[lane, source]
         )
-        placed = np.empty((count, 3), dtype=np.int64)
+        placed = np.empty((rows.size, 3), dtype=np.int64)
         for number in range(len(self.sources)):
             mine = np.flatnonzero(source == number)
             if mine.size:

@@ -1,0 +1,145 @@
+"""Micro-batches: rows packed into one sequence of a fixed number of tokens.
+
+Takes `PackedRow`s (None for a row that is masked) -> gives a `Batch`.
+
+Invariants: T = m*S whatever the rows hold; the documents of all rows come first, then padding as ONE
+document with ignored labels; for pairs it is there on both sides, so that both have equally many
+documents; everything random in the model follows the key made from (seed, step, j). Only NumPy
+computes here: torch operators in the prefetch thread would start a second pool of threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pretrain.data.objective import I64, PackedRow
+from pretrain.data.permutation import derive_key
+from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
+
+DIGEST_MODULUS = 1 << 48  # sums of up to 2^15 ranks stay exact in int64
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """The fixed shape of every micro-batch of a run.
+
+    Attributes:
+        rows: m, rows of a micro-batch.
+        sequence_length: S, decoder tokens of a row.
+        source_length: encoder tokens of a row; None without an encoder.
+        pad_id, start_id: ids of padding and of the decoder's first input.
+    """
+
+    rows: int
+    sequence_length: int
+    source_length: int | None
+    pad_id: int
+    start_id: int
+
+
+def dropout_key(seed: int, step: int, index: int) -> int:
+    """The 63-bit key that everything random in micro-batch `index` of `step` follows."""
+    return derive_key("dropout 1", seed, step, index) >> 1
+
+
+def sum_digests(digests: Iterable[int]) -> int:
+    """Order-free digest of many: of micro-batches within a rank, of ranks within a step."""
+    return sum(digests) % DIGEST_MODULUS
+
+
+def make_batch(
+    rows: Sequence[PackedRow | None], shape: BatchShape, byte_lengths: NDArray[np.integer], *, index: int, key: int
+) -> Batch:
+    """Packs at most m rows into micro-batch `index`; missing and masked rows become padding.
+
+    Args:
+        byte_lengths: [V] bytes of text that each id spells.
+        key: the dropout key.
+    """
+    present = [row for row in rows if row is not None]
+    num_tokens = shape.rows * shape.sequence_length
+    decoder_ids, lengths = _pack(
+        [row.decoder_ids for row in present], [row.lengths for row in present], num_tokens, shape
+    )
+    labels = np.full(num_tokens, IGNORED_LABEL, dtype=np.int64)
+    num_real = sum(row.labels.size for row in present)
+    if present:
+        np.concatenate([row.labels for row in present], out=labels[:num_real])
+    encoder_ids, encoder_lengths = None, None
+    if shape.source_length is not None:
+        ids = [row.encoder_ids for row in present if row.encoder_ids is not None]
+        of_rows = [row.encoder_lengths for row in present if row.encoder_lengths is not None]
+        encoder_ids, encoder_lengths = _pack(ids, of_rows, shape.rows * shape.source_length, shape)
+    targets = labels[labels != IGNORED_LABEL]
+    return Batch(
+        index=index,
+        decoder_ids=torch.from_numpy(decoder_ids),
+        decoder_info=seq_info(lengths),
+        labels=torch.from_numpy(labels),
+        encoder_ids=None if encoder_ids is None else torch.from_numpy(encoder_ids),
+        encoder_info=None if encoder_lengths is None else seq_info(encoder_lengths),
+        dropout_key=key,
+        target_tokens=int(targets.size),
+        target_bytes=int(byte_lengths[targets].sum(dtype=np.int64)),
+        digest=_digest(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths),
+    )
+
+
+def empty_batch(shape: BatchShape) -> Batch:
+    """A micro-batch that only keeps the collectives in step: one padding document, no target, digest 0."""
+    num_tokens = shape.rows * shape.sequence_length
+    encoder_ids, encoder_info = None, None
+    if shape.source_length is not None:
+        num_source = shape.rows * shape.source_length
+        encoder_ids = torch.from_numpy(np.full(num_source, shape.pad_id, dtype=np.int64))
+        encoder_info = seq_info(np.array([num_source]))
+    return Batch(
+        index=-1,
+        decoder_ids=torch.from_numpy(np.full(num_tokens, shape.pad_id, dtype=np.int64)),
+        decoder_info=seq_info(np.array([num_tokens])),
+        labels=torch.from_numpy(np.full(num_tokens, IGNORED_LABEL, dtype=np.int64)),
+        encoder_ids=encoder_ids,
+        encoder_info=encoder_info,
+        dropout_key=0,
+        target_tokens=0,
+        target_bytes=0,
+        digest=0,
+    )
+
+
+def seq_info(lengths: I64) -> SeqInfo:
+    """`SeqInfo.from_lengths` without a torch operator."""
+    edges = np.zeros(lengths.size + 1, dtype=np.int64)
+    np.cumsum(lengths, out=edges[1:])
+    positions = np.arange(edges[-1], dtype=np.int64) - np.repeat(edges[:-1], lengths)
+    return SeqInfo(
+        lengths=tuple(lengths.tolist()),
+        cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
+        positions=torch.from_numpy(positions),
+    )
+
+
+def _pack(
+    ids: Sequence[NDArray[np.integer]], lengths: Sequence[I64], num_tokens: int, shape: BatchShape
+) -> tuple[I64, I64]:
+    packed = np.full(num_tokens, shape.pad_id, dtype=np.int64)
+    num_real = sum(part.size for part in ids)
+    if ids:
+        packed[:num_real] = np.concatenate(ids)
+    padding = [num_tokens - num_real] if num_real < num_tokens else []
+    return packed, np.concatenate([*lengths, np.array(padding, dtype=np.int64)])
+
+
+def _digest(index: int, *arrays: I64 | None) -> int:
+    state = hashlib.blake2b(digest_size=8)
+    state.update(np.array([index, *(0 if a is None else a.size for a in arrays)], dtype="<i8").tobytes())
+    for array in arrays:
+        if array is not None:
+            state.update(array.astype("<i4").tobytes())  # ids and lengths fit; half the bytes to hash
+    return int.from_bytes(state.digest(), "little") >> 2

@@ -1,0 +1,278 @@
+"""Reads blocks of a built source, every byte checked before anybody sees it.
+
+Takes (store, manifest) -> gives `TokenBlock` or `PairBlock` by number.
+
+A block is read as one range and copied, not mapped: what was checked is what is delivered even if the
+file changes later, and a truncated file or a failing disk is an error that names it instead of a
+SIGBUS that kills the rank; the copy costs less than the crc32. Sizes of all shards are checked at
+open, indexes by sha256 (at open, or at first use where there are very many). A block with a wrong
+crc32 is fetched once more past the cache, then it is corrupt for good. Failures of the storage itself
+are retried with jitter and never taken for corruption.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from pretrain.data.cache import BlockCache
+from pretrain.data.format import INDEX_SUFFIX, MANIFEST_NAME, Manifest, Provenance, ShardIndex, decode_provenance
+from pretrain.data.objective import I64, Ids
+from pretrain.errors import DataError, StoreError
+from pretrain.store import NotFoundError, Store
+
+_EAGER_SHARDS = 1024  # above, indexes are opened when they are used: 10^5 of them would hold 1 GB
+_KEPT_INDEXES = 4096
+_RETRY_WAITS_S = (0.1, 0.4, 1.6)
+_JITTER = random.Random()  # own: the global generator belongs to whoever seeds it
+_REMOTE_CHECKS = 16  # parallel size checks of a remote source
+
+
+class TokenBlock(NamedTuple):
+    """`ids` [block_tokens + 1], ascending document `ends`, tokens before padding."""
+
+    ids: Ids
+    ends: I64
+    real_tokens: int
+
+
+class PairBlock(NamedTuple):
+    """Slots [rows x capacity] and ascending ends of both sides."""
+
+    source_ids: Ids
+    source_ends: I64
+    target_ids: Ids
+    target_ends: I64
+
+
+class CorruptBlockError(DataError):
+    """A block that is still wrong after it was fetched again."""
+
+    def __init__(self, message: str, source: str, block: int) -> None:
+        super().__init__(message, source, block)
+        self.source, self.block = source, block
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class BlockReader:
+    """Blocks of one source. For one thread at a time.
+
+    Args:
+        store: where manifest, shards and indexes lie.
+        manifest: of this source.
+        name: in messages; the manifest's by default.
+        kept_blocks: blocks that stay in memory, least recently used out first.
+        cache: for remote stores.
+
+    Raises:
+        DataError: shards missing or of a wrong size (all are named), an index damaged.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        *,
+        name: str | None = None,
+        kept_blocks: int = 32,
+        cache: BlockCache | None = None,
+    ) -> None:
+        self.store, self.manifest, self.name = store, manifest, name or manifest.name
+        self.fetching = ""  # what is being read right now, for whoever waits too long
+        self._is_remote = store.local_path(MANIFEST_NAME) is None
+        self._cache = cache if self._is_remote else None
+        self._kept_blocks = kept_blocks
+        self._blocks: OrderedDict[int, TokenBlock | PairBlock] = OrderedDict()
+        self._corrupt: dict[int, str] = {}
+        self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        self._block_ends = list(accumulate(shard.blocks for shard in manifest.shards))
+        self._check_sizes()
+        if len(manifest.shards) <= _EAGER_SHARDS:
+            for number in range(len(manifest.shards)):
+                self._index(number)
+
+    def read(self, block: int) -> TokenBlock | PairBlock:
+        """One block, 0 <= block < manifest.blocks.
+
+        Raises:
+            CorruptBlockError: its bytes are wrong, also after fetching them again.
+            StoreError: the storage failed, also after retries.
+            DataError: the shard's index is damaged.
+        """
+        known = self._blocks.get(block)
+        if known is not None:
+            self._blocks.move_to_end(block)
+            return known
+        if block in self._corrupt:  # settled: the answer must not change while the process lives
+            raise CorruptBlockError(self._corrupt[block], self.name, block)
+        problem = ""
+        for fresh in (False, True):
+            payloads = self._fetch(block, fresh=fresh)
+            problem = self._wrong_checksum(block, payloads)
+            if not problem:
+                break
+        else:
+            self._corrupt[block] = self._describe(block, f"is damaged: {problem}, also when read again")
+            raise CorruptBlockError(self._corrupt[block], self.name, block)
+        parsed = self._parse(block, payloads)
+        self._blocks[block] = parsed
+        if len(self._blocks) > self._kept_blocks:
+            self._blocks.popitem(last=False)
+        return parsed
+
+    def provenance(self, block: int) -> tuple[list[Provenance], bool]:
+        """Where the documents of a block come from; whether the first began in an earlier block.
+
+        Raises:
+            CorruptBlockError, StoreError, DataError: as for `read`.
+        """
+        shard, row = self.locate(block)
+        span = self._index(shard).span(row, len(self.manifest.members) - 1)
+        data = self._get_range(self.manifest.shards[shard].name, span.offset, span.length)
+        if len(data) != span.length or zlib.crc32(data) != span.crc32:
+            message = self._describe(block, "has damaged provenance: its crc32 is not the index's")
+            raise CorruptBlockError(message, self.name, block)
+        return decode_provenance(data)
+
+    def locate(self, block: int) -> tuple[int, int]:
+        """Number of the shard that holds a block, and the block's place in it."""
+        if not 0 <= block < self.manifest.blocks:
+            raise IndexError(f"block {block} of source {self.name}, which has {self.manifest.blocks}")
+        shard = bisect_right(self._block_ends, block)
+        return shard, block - (self._block_ends[shard - 1] if shard else 0)
+
+    # ---------------------------------------------------------------------------------------- opening
+
+    def _check_sizes(self) -> None:
+        files = {shard.name: shard.bytes for shard in self.manifest.shards}
+        with ThreadPoolExecutor(_REMOTE_CHECKS if self._is_remote else 1) as pool:
+            found = list(pool.map(self._size, files))
+        problems = [
+            f"{name} is missing" if size is None else f"{name} has {size} bytes, not {wanted}"
+            for (name, wanted), size in zip(files.items(), found, strict=True)
+            if size != wanted
+        ]
+        if problems:
+            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise DataError(
+                f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(files)} shards have the "
+                "sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data build`."
+            )
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return self.store.size(key)
+        except NotFoundError:
+            return None
+
+    def _index(self, shard: int) -> ShardIndex:
+        if shard in self._indexes:
+            self._indexes.move_to_end(shard)
+            return self._indexes[shard]
+        key = self.manifest.shards[shard].name + INDEX_SUFFIX
+        where = f"{self.store.url}/{key}"
+        try:
+            data = self.store.get(key)
+        except NotFoundError:
+            raise DataError(
+                f"source {self.name} is not whole: {where} is missing. Every shard has its index beside it. "
+                "Copy the source again or rebuild it with `pretrain data build`."
+            ) from None
+        self._indexes[shard] = ShardIndex.from_bytes(data, self.manifest, shard, where)
+        if len(self._indexes) > _KEPT_INDEXES:
+            self._indexes.popitem(last=False)
+        return self._indexes[shard]
+
+    # --------------------------------------------------------------------------------------- fetching
+
+    def _fetch(self, block: int, *, fresh: bool) -> list[memoryview]:
+        """The block's data members in one read: from the cache, or (always if `fresh`) from the store."""
+        shard, row = self.locate(block)
+        spans = [self._index(shard).span(row, member) for member in range(len(self.manifest.members) - 1)]
+        start, end = spans[0].offset, spans[-1].offset + spans[-1].length
+        entry = self.manifest.shards[shard]
+        key = f"{entry.sha256}-{start}-{end - start}"
+        data = None if self._cache is None or fresh else self._cache.get(key)
+        if data is None:
+            data = self._get_range(entry.name, start, end - start)
+            if self._cache is not None:
+                self._cache.put(key, data)
+        view = memoryview(data)
+        return [view[span.offset - start : span.offset - start + span.length] for span in spans]
+
+    def _get_range(self, key: str, start: int, length: int) -> bytes:
+        self.fetching = f"{self.store.url}/{key} (source {self.name}, bytes {start} to {start + length})"
+        try:
+            for wait_s in _RETRY_WAITS_S:
+                try:
+                    return self.store.get_range(key, start, length)
+                except NotFoundError:
+                    raise
+                except StoreError:
+                    time.sleep(wait_s * _JITTER.uniform(0.5, 1.0))
+            return self.store.get_range(key, start, length)
+        finally:
+            self.fetching = ""
+
+    def _wrong_checksum(self, block: int, payloads: list[memoryview]) -> str:
+        shard, row = self.locate(block)
+        for member, payload in enumerate(payloads):
+            span = self._index(shard).span(row, member)
+            if len(payload) != span.length:
+                return f"{len(payload)} of {span.length} bytes of {self.manifest.members[member]} came"
+            if zlib.crc32(payload) != span.crc32:
+                return f"the crc32 of {self.manifest.members[member]} is not the index's"
+        return ""
+
+    # ---------------------------------------------------------------------------------------- parsing
+
+    def _parse(self, block: int, payloads: list[memoryview]) -> TokenBlock | PairBlock:
+        manifest = self.manifest
+        if manifest.kind == "tokens":
+            ids, ends = self._side(block, payloads[0], payloads[1], manifest.block_tokens + 1, manifest.block_tokens)
+            shard, row = self.locate(block)
+            real_tokens = self._index(shard).real_tokens(row)
+            last_end = int(ends[-1]) if ends.size else 0
+            is_padded = real_tokens < manifest.block_tokens  # only behind the end of a document
+            if real_tokens > manifest.block_tokens or last_end > real_tokens or (is_padded and last_end != real_tokens):
+                raise self._unfit(block, f"real_tokens={real_tokens} with a last document end at {last_end}")
+            return TokenBlock(ids, ends, real_tokens)
+        source_slots = manifest.rows_per_block * manifest.source_capacity
+        target_slots = manifest.rows_per_block * manifest.target_capacity
+        source_ids, source_ends = self._side(block, payloads[0], payloads[1], source_slots, source_slots)
+        target_ids, target_ends = self._side(block, payloads[2], payloads[3], target_slots, target_slots)
+        return PairBlock(source_ids, source_ends, target_ids, target_ends)
+
+    def _side(self, block: int, ids: memoryview, ends: memoryview, num_ids: int, last_end: int) -> tuple[Ids, I64]:
+        """Ids and ends as arrays; what passes the checksum but breaks the format was written wrongly."""
+        width = 2 if self.manifest.dtype == "u2" else 4
+        if len(ids) != num_ids * width or len(ends) % 4:
+            raise self._unfit(block, f"{len(ids)} bytes of ids and {len(ends)} of ends")
+        array = np.frombuffer(ids, dtype=f"<u{width}")
+        if int(array.max()) >= self.manifest.vocabulary_size:
+            raise self._unfit(block, f"id {int(array.max())} outside the vocabulary of {self.manifest.vocabulary_size}")
+        edges = np.frombuffer(ends, dtype="<u4").astype(np.int64)
+        if edges.size and (edges[0] < 1 or edges[-1] > last_end or bool((np.diff(edges) < 1).any())):
+            raise self._unfit(block, f"document ends that do not ascend within 1..{last_end}")
+        return array, edges
+
+    def _unfit(self, block: int, found: str) -> DataError:
+        return DataError(self._describe(block, f"breaks the format ({found})"))
+
+    def _describe(self, block: int, what: str) -> str:
+        shard, _ = self.locate(block)
+        return (
+            f"block {block} of source {self.name} (shard {self.store.url}/{self.manifest.shards[shard].name}) {what}. "
+            "Copy the shard again or rebuild the source; `pretrain data verify` names every damaged one; "
+            "data.on_corrupt=mask trains on without it."
+        )

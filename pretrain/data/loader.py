@@ -1,0 +1,247 @@
+"""The loader: the micro-batches of any step, for this rank, from the position in a `DataState`.
+
+Takes a config, the tokenizer's byte lengths and this rank's place -> gives `StepData` by (step, state).
+
+Invariants: micro-batch j of a step is rows [j*m, (j+1)*m) of its global batch, whoever computes it;
+rank d of R takes j = d (mod R), filled up with empty ones to ceil(J/R), so that every rank does
+equally many; `read` is a pure function of (step, state) and the data: no position is kept here, and
+the thread that reads ahead changes nothing. A corrupt block never shifts the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.config.schema import RunConfig
+from pretrain.data.batch import dropout_key, empty_batch, make_batch, sum_digests
+from pretrain.data.blocks import CorruptBlockError
+from pretrain.data.describe import describe_pipeline
+from pretrain.data.objective import PackedRow
+from pretrain.data.order import RowAddress, RowOrder, SourceShape
+from pretrain.data.prefetch import Prefetcher
+from pretrain.data.rows import SourceRows, batch_shape, open_sources
+from pretrain.data.segments import check_same_data, segment_of
+from pretrain.data.state import DataState, Segment
+from pretrain.errors import DataError
+from pretrain.sequence import Batch
+from pretrain.topology import World
+
+
+@dataclass(frozen=True, slots=True)
+class StepData:
+    """One step's rows for one rank.
+
+    Attributes:
+        step: optimizer step, from 0.
+        batches: this rank's micro-batches, ceil(J/R) of them; empty ones (index -1) last.
+        target_tokens: labels that count in them.
+        digest: their digest; `sum_digests` over the ranks is the same for every number of ranks.
+        masked_rows: rows in them that lost their labels to a corrupt block.
+        corrupt: (source index, block) found corrupt by this read and not yet in the state's quarantine.
+    """
+
+    step: int
+    batches: tuple[Batch, ...]
+    target_tokens: int
+    digest: int
+    masked_rows: int
+    corrupt: tuple[tuple[int, int], ...] = ()
+
+
+def open_loader(
+    config: RunConfig, byte_lengths: NDArray[np.integer], world: World, *, tokenizer_sha256: str | None = None
+) -> Loader:
+    """Opens the training sources of a run.
+
+    Args:
+        byte_lengths: [V] bytes of text that each id spells (`Tokenizer.byte_lengths`).
+        tokenizer_sha256: of the run's tokenizer; read from the file config.tokenizer if not given.
+
+    Raises:
+        DataError: a source is missing, damaged or does not fit the run, or all hold less than a global batch.
+        StoreError: the storage failed.
+    """
+    sources = open_sources(config, "sources", tokenizer_sha256=tokenizer_sha256)
+    return Loader(config, tuple(sources.values()), byte_lengths, world)
+
+
+class Loader:
+    """See the module; made by `open_loader`. Use `close` (or `with`) to end its thread."""
+
+    def __init__(
+        self, config: RunConfig, sources: tuple[SourceRows, ...], byte_lengths: NDArray[np.integer], world: World
+    ) -> None:
+        self._config, self._sources, self._byte_lengths, self._world = config, sources, byte_lengths, world
+        self._shape = batch_shape(config, sources[0].manifest)
+        self._source_index = {source.name: index for index, source in enumerate(sources)}
+        self._segment = segment_of(config, sources)
+        self._orders: dict[tuple[Segment, ...], RowOrder] = {}
+        self._order((self._segment,))
+        self._check_enough_rows()
+        self._prefetcher = Prefetcher(
+            self._read,
+            self.next_state,
+            depth=config.data.prefetch_steps,
+            timeout_s=config.health.data_timeout_s,
+            fetching=lambda: next((s.reader.fetching for s in sources if s.reader.fetching), ""),
+        )
+
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """Names by source index."""
+        return tuple(source.name for source in self._sources)
+
+    def initial_state(self) -> DataState:
+        """The state of a run that has read nothing."""
+        return DataState(next_row=0, seed=self._config.seed, segments=(self._segment,))
+
+    def check(self, state: DataState) -> None:
+        """Accepts a state that this config reads on without any change.
+
+        Raises:
+            DataError: seed, data, lanes, lengths, weights or batch size are not the state's.
+        """
+        if self.resume(state) != state:
+            raise DataError(
+                "batch.global_batch_size or a weight under data.sources is not the checkpoint's. Such a change begins "
+                "a new segment of the data. Resume the run with it, or restore the old value."
+            )
+
+    def resume(self, state: DataState) -> DataState:
+        """The state from which this config reads on: the same, or with a segment that begins here if batch size or
+        weights changed (each source goes on behind its last row, so nothing is lost or repeated).
+
+        Raises:
+            DataError: seed, data, lanes or lengths are not the state's.
+        """
+        if state.seed != self._config.seed:
+            raise DataError(
+                f"seed={self._config.seed} is not the checkpoint's {state.seed}. The seed decides the order of rows. "
+                f"Set seed={state.seed}, or start a new run."
+            )
+        check_same_data(self._segment, state.segment)
+        if replace(self._segment, first_row=state.segment.first_row) == state.segment:
+            return state
+        return state.with_segment(self._segment)
+
+    def next_state(self, state: DataState) -> DataState:
+        """The state after the step that begins at `state`. Raises DataError where a skip begins inside it."""
+        return state.advance(state.segment.global_batch_size)
+
+    def quarantine(self, state: DataState, blocks: Iterable[tuple[int, int]]) -> DataState:
+        """The state in which these (source index, block), found by any rank, give no labels from this step on. All
+        ranks then read the step again with it.
+
+        Raises:
+            DataError: more than 1 % of a source's blocks (and more than one) would be quarantined.
+        """
+        after = state.with_quarantine((self._sources[source].name, block) for source, block in blocks)
+        for source in self._sources:
+            bad = [entry.block for entry in after.quarantine if entry.source == source.name]
+            if len(bad) > max(1, source.manifest.blocks // 100):
+                raise DataError(
+                    f"{len(bad)} of {source.manifest.blocks} blocks of data.sources.{source.name} are corrupt "
+                    f"({', '.join(map(str, bad[:8]))}). data.on_corrupt=mask leaves out one block, or 1 % of a source. "
+                    "Copy the source again or rebuild it, then resume."
+                )
+        return after
+
+    def read(self, step: int, state: DataState) -> StepData:
+        """This rank's micro-batches of the step that begins at `state`; any step, in any order.
+
+        Raises:
+            CorruptBlockError: a block is damaged and data.on_corrupt is raise.
+            StoreError: the storage failed, or the rows did not come within health.data_timeout_s.
+            DataError: an index is damaged.
+        """
+        return self._prefetcher.read(step, state)
+
+    def addresses(self, state: DataState, first: int, count: int) -> list[RowAddress]:
+        """Where `count` global rows from `first` on come from."""
+        return self._order(state.segments, first).locate_range(first, count)
+
+    def describe(self) -> str:
+        """The data pipeline as a tree: sources, quotas, epochs over the run, tokens."""
+        return describe_pipeline(self._config, self._sources, self._order((self._segment,)))
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self._prefetcher.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------------------------------- reading
+
+    def _read(self, step: int, state: DataState) -> StepData:
+        rows, size = self._shape.rows, state.segment.global_batch_size
+        num_microbatches = size // rows
+        mine = range(self._world.rank, num_microbatches, self._world.size)
+        order = self._order(state.segments)
+        numbers = [state.next_row + j * rows + i for j in mine for i in range(rows)]
+        located = order.locate_rows(np.array(numbers, dtype=np.int64))
+        bad = {(self._source_index[q.source], q.block) for q in state.quarantine if q.from_row <= state.next_row}
+        found: set[tuple[int, int]] = set()
+        batches, masked_rows = [], 0
+        for position, j in enumerate(mine):
+            packed = [self._row(a, bad, found) for a in located[position * rows : (position + 1) * rows]]
+            masked_rows += sum(row is None for row in packed)
+            key = dropout_key(self._config.seed, step, j)
+            batches.append(make_batch(packed, self._shape, self._byte_lengths, index=j, key=key))
+        rounds = -(-num_microbatches // self._world.size)
+        batches += [empty_batch(self._shape)] * (rounds - len(batches))
+        return StepData(
+            step=step,
+            batches=tuple(batches),
+            target_tokens=sum(batch.target_tokens for batch in batches),
+            digest=sum_digests(batch.digest for batch in batches),
+            masked_rows=masked_rows,
+            corrupt=tuple(sorted(found)),
+        )
+
+    def _row(self, address: RowAddress, bad: set[tuple[int, int]], found: set[tuple[int, int]]) -> PackedRow | None:
+        block = (address.source, address.block)
+        if block in bad or block in found:
+            return None
+        try:
+            return self._sources[address.source].row(address.block, address.row)
+        except CorruptBlockError:
+            if self._config.data.on_corrupt == "raise":
+                raise
+            found.add(block)
+            return None
+
+    def _order(self, segments: tuple[Segment, ...], row: int | None = None) -> RowOrder:
+        """The order of the last segment, or of the one that `row` belongs to."""
+        if row is not None:
+            segments = tuple(s for s in segments if s.first_row <= row)
+        known = self._orders.get(segments)
+        if known is None:
+            segment, consumed = segments[-1], None
+            if len(segments) > 1:
+                consumed = self._order(segments[:-1]).consumed(segment.first_row)
+            shapes = [SourceShape(s.name, s.num_blocks, s.rows_per_block, s.weight) for s in segment.sources]
+            known = RowOrder(
+                shapes, self._config.seed, segment.lanes, segment.window_blocks, segment.first_row, consumed
+            )
+            self._orders[segments] = known
+        return known
+
+    def _check_enough_rows(self) -> None:
+        rows = {source.name: source.count_real_rows() for source in self._sources}
+        size = self._config.batch.global_batch_size
+        if sum(rows.values()) < size:
+            found = ", ".join(f"{name} {count}" for name, count in rows.items())
+            raise DataError(
+                f"batch.global_batch_size={size} is more than the {sum(rows.values())} rows of "
+                f"{self._config.batch.sequence_length} tokens that the sources hold ({found}). A step reads a global "
+                "batch without repeating a row. Set a smaller batch.global_batch_size or batch.sequence_length, or "
+                "add text."
+            )

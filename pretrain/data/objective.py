@@ -1,0 +1,79 @@
+"""Objectives: what a row of a block teaches. PURE.
+
+Takes slices of ids and document ends -> gives a `PackedRow`: the documents' inputs and labels, without padding.
+
+Invariants: documents are isolated from each other, so the last token of one predicts nothing; a row's
+edges cut documents too, but the token before the edge still predicts the one behind it, so that every
+token of a document but its first is a target exactly once an epoch; padding never appears here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrain.sequence import IGNORED_LABEL
+
+Ids: TypeAlias = NDArray[np.integer]
+I64: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Real tokens of one row, document after document.
+
+    Attributes:
+        decoder_ids: [n] what the decoder reads.
+        labels: int64 [n], `IGNORED_LABEL` where there is no target.
+        lengths: int64 [N], decoder tokens of each document; they sum to n.
+        encoder_ids: [n_source], or None.
+        encoder_lengths: int64 [N], or None; as many documents as `lengths`.
+    """
+
+    decoder_ids: Ids
+    labels: I64
+    lengths: I64
+    encoder_ids: Ids | None = None
+    encoder_lengths: I64 | None = None
+
+
+def causal_lm_row(ids: Ids, ends: I64, num_real: int) -> PackedRow:
+    """Predict the next token.
+
+    Args:
+        ids: [S + 1] the row and the token behind it.
+        ends: ascending exclusive ends of documents within the row, in 1..num_real.
+        num_real: tokens of the row before padding, 0..S; padding begins behind a document's end.
+    """
+    labels = ids[1 : num_real + 1].astype(np.int64)
+    labels[ends - 1] = IGNORED_LABEL
+    open_end = num_real > 0 and (ends.size == 0 or ends[-1] != num_real)  # the row's edge cuts a document
+    edges = np.append(ends, num_real) if open_end else ends
+    return PackedRow(decoder_ids=ids[:num_real], labels=labels, lengths=np.diff(edges, prepend=0).astype(np.int64))
+
+
+def seq2seq_row(source_ids: Ids, source_ends: I64, target_ids: Ids, target_ends: I64, start_id: int) -> PackedRow:
+    """Predict the target from the source, teacher-forced: the decoder reads the start id, then the target
+    but its last token.
+
+    Args:
+        source_ids, target_ids: the row's slots; what lies behind the last end is padding.
+        source_ends, target_ends: ascending exclusive ends within the row, one per pair.
+        start_id: first decoder input of every document.
+    """
+    num_source = int(source_ends[-1]) if source_ends.size else 0
+    num_target = int(target_ends[-1]) if target_ends.size else 0
+    decoder_ids = np.empty(num_target, dtype=target_ids.dtype)
+    decoder_ids[1:] = target_ids[: max(num_target - 1, 0)]
+    if num_target:
+        decoder_ids[np.append(0, target_ends[:-1])] = start_id
+    return PackedRow(
+        decoder_ids=decoder_ids,
+        labels=target_ids[:num_target].astype(np.int64),
+        lengths=np.diff(target_ends, prepend=0).astype(np.int64),
+        encoder_ids=source_ids[:num_source],
+        encoder_lengths=np.diff(source_ends, prepend=0).astype(np.int64),
+    )
