@@ -57,8 +57,8 @@ def decode_records(data: bytes) -> list[dict[str, Any]]:
 
 def history(attempts: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The run as it counts: each step and each validation once, from the latest attempt that did it."""
-    latest: dict[tuple[int, bool], dict[str, Any]] = {}
+    latest: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     for records in attempts.values():
         for record in records:
-            latest[record["step"], "validation" in record] = record
+            latest[record["step"], tuple(sorted(record.get("validation", ())))] = record
     return [latest[key] for key in sorted(latest)]

@@ -52,7 +52,7 @@ def _draw(name: str, records: list[dict[str, Any]], starts: dict[int, int]) -> b
     train = [(r["step"], r["loss"]) for r in records if r.get("loss") is not None]
     validation = _validation_curves(records)
     _style(axes)
-    axes.set_title(name, loc="left", fontsize=12, fontweight="bold", color=_INK)
+    axes.set_title(name, loc="left", fontsize=12, fontweight="bold", color=_INK, pad=16)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats per token)", color=_TRAIN)
     if train:
@@ -61,7 +61,7 @@ def _draw(name: str, records: list[dict[str, Any]], starts: dict[int, int]) -> b
     if validation:
         right = axes.twinx()
         _style(right, grid=False)
-        right.set_ylabel("validation (bits per byte)", color=_VALIDATION[0])
+        right.set_ylabel("validation (bits per byte)", color=_VALIDATION[0] if len(validation) == 1 else _INK)
         for color, (source, points) in zip(_cycle(_VALIDATION, len(validation)), validation.items(), strict=True):
             steps, values = [s for s, _ in points], [v for _, v in points]
             label = f"validation {source}: {values[-1]:.3f} bits/byte"
@@ -97,35 +97,40 @@ def _draw_training(axes: Axes, steps: list[int], losses: list[float]) -> None:
 
 
 def _running_mean(values: list[float], half_window: int) -> list[float]:
-    """Centred mean; the window shrinks symmetrically at both ends, so that it does not lag or lead there."""
+    """Centred mean. Towards the ends the window shrinks, so that it does not lag, to a quarter at least, so that
+    the last point is not a single noisy value."""
     totals = [0.0]
     for value in values:
         totals.append(totals[-1] + value)
     means = []
     for i in range(len(values)):
-        reach = min(half_window, i, len(values) - 1 - i)
-        means.append((totals[i + reach + 1] - totals[i - reach]) / (2 * reach + 1))
+        reach = max(half_window // 4, min(half_window, i, len(values) - 1 - i))
+        low, high = max(0, i - reach), min(len(values), i + reach + 1)
+        means.append((totals[high] - totals[low]) / (high - low))
     return means
 
 
 def _mark_attempts(axes: Axes, starts: dict[int, int]) -> None:
-    """A dashed line where each further attempt went on; many of them get no numbers, only lines."""
-    resumed = dict(list(starts.items())[1:])
-    for number, step in resumed.items():
+    """A dashed line where each further attempt went on, named above the picture where there is room."""
+    low, high = axes.get_xlim()
+    last_named = -1.0
+    for number, step in list(starts.items())[1:]:
         axes.axvline(step, color=_MUTED, lw=0.9, ls=(0, (4, 3)), zorder=1)
-        if len(resumed) <= 8:
-            axes.annotate(
-                f"attempt {number}",
-                xy=(step, 0.02),
-                xycoords=("data", "axes fraction"),
-                xytext=(3, 0),
-                textcoords="offset points",
-                rotation=90,
-                va="bottom",
-                ha="left",
-                fontsize=7.5,
-                color=_MUTED,
-            )
+        place = (step - low) / (high - low)
+        if place - last_named < 0.07:
+            continue
+        last_named = place
+        axes.annotate(
+            f"attempt {number}",
+            xy=(step, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            color=_MUTED,
+        )
 
 
 def _style(axes: Axes, *, grid: bool = True) -> None:
@@ -133,6 +138,7 @@ def _style(axes: Axes, *, grid: bool = True) -> None:
     for side in ("top", "left", "right", "bottom"):
         axes.spines[side].set_visible(side == "bottom" and grid)
         axes.spines[side].set_color(_MUTED)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.tick_params(colors=_INK, length=0, labelsize=9)
     if grid:
         axes.grid(axis="y", color=_GRID, lw=0.8)

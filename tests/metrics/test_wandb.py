@@ -1,0 +1,143 @@
+"""The wandb sink, read back from the offline files that wandb itself wrote."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.metrics import JsonlSink, open_sinks
+from pretrain.metrics.wandb_sink import QUEUE_RECORDS, WandbSink, flatten, obtain_id
+from pretrain.store import open_store
+from pretrain.topology import World
+from tests.metrics.home import Home, run_config
+
+
+def _records(path: Path) -> Iterator[Any]:
+    """Records of a .wandb file: 7-byte header, then LevelDB log framing in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, partial = path.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        partial += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(partial)
+            partial = b""
+            yield record
+
+
+def _read(path: Path) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
+    """Run id, history rows and the x axis of each defined metric."""
+    run_id, rows, axes = "", [], {}
+    for record in _records(path):
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            run_id = record.run.run_id
+        elif kind == "history":
+            items = record.history.item
+            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        elif kind == "metric":
+            axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+    return run_id, rows, axes
+
+
+def _offline_files(root: Path) -> list[Path]:
+    return sorted(root.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_is_dropped(tmp_path: Path) -> None:
+    config, home = run_config("offline"), Home(tmp_path)
+    for attempt, steps in ((1, range(1, 9)), (2, range(6, 11))):
+        sinks = open_sinks(config, home, World(), attempt)
+        assert [type(sink) for sink in sinks] == [JsonlSink, WandbSink]
+        for step in steps:
+            for sink in sinks:
+                sink.write({"step": step, "loss": 1.0 / step, "mfu": None, "applied": True})
+        for sink in sinks:
+            sink.close()
+        time.sleep(1.1 if attempt == 1 else 0)  # wandb names its directories by the second
+    files = _offline_files(tmp_path)
+    assert len(files) == 2  # one per attempt, whatever the number of ranks
+    first, second = (_read(file) for file in files)
+    assert first[0] == second[0] == obtain_id(home.store)
+    assert [row["step"] for row in first[1]] == list(range(1, 9))
+    assert [row["step"] for row in second[1]] == list(range(6, 11))  # steps went back: still all there
+    counts = [row["_step"] for row in first[1] + second[1]]
+    assert counts == sorted(set(counts))  # wandb's own count rises over the attempts, so a sync drops nothing
+    assert first[2]["*"] == "step"
+    assert first[1][3]["loss"] == pytest.approx(0.25)
+    assert "mfu" not in first[1][0]
+
+
+def test_a_dead_server_costs_one_warning_and_the_records_are_kept_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    home = Home(tmp_path)
+    start = time.monotonic()
+    sink = WandbSink(run_config("online"), home, 1, init_timeout_s=1.0)
+    for step in range(1, 6):
+        sink.write({"step": step, "loss": 1.0})
+    assert time.monotonic() - start < 0.5  # the loop does not wait for the server
+    sink.close()
+    assert capsys.readouterr().err.count("WARNING wandb is offline") == 1
+    (file,) = _offline_files(tmp_path)
+    assert [row["step"] for row in _read(file)[1]] == [1, 2, 3, 4, 5]
+
+
+def test_a_directory_that_wandb_cannot_use_ends_in_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/wandb.json").write_text("not json")
+    sink = WandbSink(run_config("offline"), Home(tmp_path), 1)
+    sink.write({"step": 1})
+    sink.close()
+    sink.write({"step": 2})
+    assert capsys.readouterr().err.count("WARNING wandb is off for the rest of this attempt") == 1
+    assert _offline_files(tmp_path) == []
+
+
+def test_a_tracker_that_hangs_blocks_neither_write_nor_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(WandbSink, "_start", lambda self: time.sleep(3600))
+    sink = WandbSink(run_config("offline"), Home(tmp_path), 1)
+    start = time.monotonic()
+    for step in range(QUEUE_RECORDS + 10):
+        sink.write({"step": step})
+    sink.close(timeout_s=0.2)
+    assert time.monotonic() - start < 2
+    warnings = capsys.readouterr().err
+    assert warnings.count("misses records") == 1
+    assert "does not end in time" in warnings
+
+
+def test_the_id_is_drawn_once_per_run_directory(tmp_path: Path) -> None:
+    one, other = open_store(tmp_path / "one"), open_store(tmp_path / "other")
+    assert obtain_id(one) == obtain_id(one)
+    assert obtain_id(one) != obtain_id(other)
+
+
+def test_an_object_store_keeps_the_id_too(tmp_path: Path) -> None:
+    store = Home(f"memory://{tmp_path.name}").store
+    assert obtain_id(store) == obtain_id(store)
+
+
+def test_records_become_flat_keys() -> None:
+    record = {"step": 4, "applied": False, "mfu": None, "validation": {"prose": {"loss": 2.0, "bits": float("nan")}}}
+    assert flatten(record) == {"step": 4, "applied": 0, "validation/prose/loss": 2.0}
