@@ -21,11 +21,11 @@ from pretrain.data.batch import dropout_key, empty_batch, make_batch, sum_digest
 from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.describe import describe_pipeline
 from pretrain.data.objective import PackedRow
-from pretrain.data.order import RowAddress, RowOrder, SourceShape
+from pretrain.data.order import RowAddress
 from pretrain.data.prefetch import Prefetcher
 from pretrain.data.rows import SourceRows, batch_shape, open_sources
-from pretrain.data.segments import check_same_data, segment_of
-from pretrain.data.state import DataState, Segment
+from pretrain.data.segments import check_same_data, order_of, segment_of
+from pretrain.data.state import DataState
 from pretrain.errors import DataError
 from pretrain.sequence import Batch
 from pretrain.topology import World
@@ -79,8 +79,7 @@ class Loader:
         self._shape = batch_shape(config, sources[0].manifest)
         self._source_index = {source.name: index for index, source in enumerate(sources)}
         self._segment = segment_of(config, sources)
-        self._orders: dict[tuple[Segment, ...], RowOrder] = {}
-        self._order((self._segment,))
+        order_of((self._segment,), config.seed)  # weights and lanes that do not fit fail here, not at the first step
         self._check_enough_rows()
         self._prefetcher = Prefetcher(
             self._read,
@@ -160,13 +159,9 @@ class Loader:
         """
         return self._prefetcher.read(step, state)
 
-    def addresses(self, state: DataState, first: int, count: int) -> list[RowAddress]:
-        """Where `count` global rows from `first` on come from."""
-        return self._order(state.segments, first).locate_range(first, count)
-
     def describe(self) -> str:
         """The data pipeline as a tree: sources, quotas, epochs over the run, tokens."""
-        return describe_pipeline(self._config, self._sources, self._order((self._segment,)))
+        return describe_pipeline(self._config, self._sources, order_of((self._segment,), self._config.seed))
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""
@@ -184,7 +179,7 @@ class Loader:
         rows, size = self._shape.rows, state.segment.global_batch_size
         num_microbatches = size // rows
         mine = range(self._world.rank, num_microbatches, self._world.size)
-        order = self._order(state.segments)
+        order = order_of(state.segments, state.seed)
         numbers = [state.next_row + j * rows + i for j in mine for i in range(rows)]
         located = order.locate_rows(np.array(numbers, dtype=np.int64))
         bad = {(self._source_index[q.source], q.block) for q in state.quarantine if q.from_row <= state.next_row}
@@ -217,22 +212,6 @@ class Loader:
                 raise
             found.add(block)
             return None
-
-    def _order(self, segments: tuple[Segment, ...], row: int | None = None) -> RowOrder:
-        """The order of the last segment, or of the one that `row` belongs to."""
-        if row is not None:
-            segments = tuple(s for s in segments if s.first_row <= row)
-        known = self._orders.get(segments)
-        if known is None:
-            segment, consumed = segments[-1], None
-            if len(segments) > 1:
-                consumed = self._order(segments[:-1]).consumed(segment.first_row)
-            shapes = [SourceShape(s.name, s.num_blocks, s.rows_per_block, s.weight) for s in segment.sources]
-            known = RowOrder(
-                shapes, self._config.seed, segment.lanes, segment.window_blocks, segment.first_row, consumed
-            )
-            self._orders[segments] = known
-        return known
 
     def _check_enough_rows(self) -> None:
         rows = {source.name: source.count_real_rows() for source in self._sources}

@@ -1,15 +1,21 @@
-"""How a config reads its data, as a segment of the data state, and whether two segments fit each other. PURE.
+"""Segments of a run's data: made from a config, compared, and turned into the order of rows and steps. PURE.
 
-Takes config and opened sources -> gives a `Segment`; takes two segments -> gives an error or nothing.
+Takes config and opened sources -> gives a `Segment`; takes segments -> gives `RowOrder` and `Span`s of steps.
+
+Invariants: a later segment goes on where the earlier ones left each source in each lane, so a change of
+weights or batch size neither loses nor repeats a row.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pretrain.config.schema import RunConfig
+from pretrain.data.order import RowOrder, SourceShape
 from pretrain.data.rows import SourceRows
-from pretrain.data.state import Segment, SegmentSource
+from pretrain.data.state import DataState, Segment, SegmentSource
 from pretrain.errors import DataError
 
 
@@ -64,3 +70,47 @@ def check_same_data(ours: Segment, theirs: Segment) -> None:
                 f"{old_hash and old_hash[:12]}). A run goes on with exactly the data that it began with, so that no "
                 "row is lost or repeated. Restore the source, or start a new run."
             )
+
+
+@functools.lru_cache(maxsize=32)
+def order_of(segments: tuple[Segment, ...], seed: int) -> RowOrder:
+    """The order of the rows of the last segment.
+
+    Raises:
+        DataError: lanes or weights that do not fit the sources.
+    """
+    segment, consumed = segments[-1], None
+    if len(segments) > 1:
+        consumed = order_of(segments[:-1], seed).consumed(segment.first_row)
+    shapes = [SourceShape(s.name, s.num_blocks, s.rows_per_block, s.weight) for s in segment.sources]
+    return RowOrder(shapes, seed, segment.lanes, segment.window_blocks, segment.first_row, consumed)
+
+
+class Span(NamedTuple):
+    """Steps of one batch size over rows without a gap; the last one is open (`num_steps` None)."""
+
+    first_step: int
+    first_row: int
+    num_steps: int | None
+    global_batch_size: int
+
+
+def step_spans(state: DataState) -> list[Span]:
+    """Which rows belong to which steps, past and (without further changes) to come."""
+    spans: list[Span] = []
+    step = 0
+    for number, segment in enumerate(state.segments):
+        last = number + 1 == len(state.segments)
+        end = None if last else state.segments[number + 1].first_row
+        row, size = segment.first_row, segment.global_batch_size
+        for skip in state.skips:
+            if row <= skip.first_row and (end is None or skip.first_row < end):
+                steps = (skip.first_row - row) // size
+                spans.append(Span(step, row, steps, size))
+                step, row = step + steps, skip.end_row
+            elif skip.first_row <= row < skip.end_row:
+                row = skip.end_row
+        steps_left = None if end is None else max(end - row, 0) // size
+        spans.append(Span(step, row, steps_left, size))
+        step += steps_left or 0
+    return [span for span in spans if span.num_steps != 0]

@@ -1,0 +1,221 @@
+"""From a row or a step back to the text that it was made of: for loss spikes and for doubts.
+
+Takes a config and a number (with the data state of a checkpoint, if the run changed on its way) ->
+gives source, shard, block and documents with where they came from.
+
+Invariants: reads through the same order, blocks and checks as training; nothing is guessed: a row
+that a skip jumped over belongs to no step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pretrain.config.schema import RunConfig
+from pretrain.data.blocks import PairBlock, TokenBlock
+from pretrain.data.objective import Ids
+from pretrain.data.order import RowAddress
+from pretrain.data.rows import SourceRows, open_sources
+from pretrain.data.segments import order_of, segment_of, step_spans
+from pretrain.data.state import DataState
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPart:
+    """The part of one document that lies in a row.
+
+    Attributes:
+        id, origin, line: where the document came from (line 0: a whole file).
+        num_tokens: of the part (its target side for pairs).
+        begins, ends: whether the document begins and ends in this row.
+        text: of the part; invalid UTF-8 at a cut shows as U+FFFD.
+        source_text: of the source side (pairs only).
+    """
+
+    id: str
+    origin: str
+    line: int
+    num_tokens: int
+    begins: bool
+    ends: bool
+    text: str
+    source_text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowExplanation:
+    """One row: its place in the run and in the data, and its documents. `step` is None for a skipped row."""
+
+    row: int
+    step: int | None
+    micro_batch: int | None
+    source: str
+    epoch: int
+    shard: str
+    block: int
+    row_in_block: int
+    masked: bool
+    documents: tuple[DocumentPart, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain_row(config: RunConfig, row: int, *, state: DataState | None = None) -> RowExplanation:
+    """What the global row `row` holds.
+
+    Args:
+        state: of a checkpoint; needed if weights or batch size changed, or rows were skipped or masked.
+
+    Raises:
+        UserError: a negative row.
+        DataError: a source is missing, damaged or does not fit the config.
+        StoreError: the storage failed.
+    """
+    return explain_rows(config, range(row, row + 1), state=state)[0]
+
+
+def explain_step(config: RunConfig, step: int, *, state: DataState | None = None) -> list[RowExplanation]:
+    """What each row of optimizer step `step` (from 0) holds, in row order.
+
+    Raises:
+        UserError: a negative step.
+        DataError, StoreError: as for `explain_row`.
+    """
+    if step < 0:
+        raise UserError(f"step={step} is negative. Steps count from 0. Give one from 0 on.")
+    sources = open_sources(config, "sources")
+    state = state or _initial_state(config, sources)
+    span = [span for span in step_spans(state) if span.first_step <= step][-1]
+    first = span.first_row + (step - span.first_step) * span.global_batch_size
+    return _explain(config, sources, state, range(first, first + span.global_batch_size))
+
+
+def explain_rows(config: RunConfig, rows: range, *, state: DataState | None = None) -> list[RowExplanation]:
+    """`explain_row` for several rows; opens the sources once."""
+    if rows.start < 0:
+        raise UserError(f"row={rows.start} is negative. Rows count from 0. Give one from 0 on.")
+    sources = open_sources(config, "sources")
+    return _explain(config, sources, state or _initial_state(config, sources), rows)
+
+
+def format_explanations(explanations: Sequence[RowExplanation], *, characters: int = 200) -> str:
+    """A few lines per row for people; `characters` of text per document (0: all)."""
+    lines = []
+    for item in explanations:
+        place = "skipped" if item.step is None else f"step {item.step}, micro-batch {item.micro_batch}"
+        mask = ", masked" if item.masked else ""
+        lines.append(
+            f"row {item.row} ({place}{mask}): source {item.source}, epoch {item.epoch}, {item.shard}, "
+            f"block {item.block}, row {item.row_in_block} of the block"
+        )
+        for part in item.documents:
+            where = f"{part.origin}:{part.line}" if part.line else part.origin
+            name = "" if part.id in (where, part.origin) else f" [{part.id}]"
+            cut = "" if part.begins and part.ends else " (a part)"
+            lines.append(f"  {where}{name}, {part.num_tokens} tokens{cut}")
+            if part.source_text is not None:
+                lines.append(f"    > {_shortened(part.source_text, characters)}")
+            lines.append(f"    {_shortened(part.text, characters)}")
+    return "\n".join(lines)
+
+
+def _initial_state(config: RunConfig, sources: dict[str, SourceRows]) -> DataState:
+    return DataState(next_row=0, seed=config.seed, segments=(segment_of(config, tuple(sources.values())),))
+
+
+def _explain(config: RunConfig, sources: dict[str, SourceRows], state: DataState, rows: range) -> list[RowExplanation]:
+    tokenizer = Tokenizer.load(config.tokenizer)
+    explanations = []
+    for row in rows:
+        segments = tuple(segment for segment in state.segments if segment.first_row <= row)
+        address = order_of(segments, state.seed).locate(row)
+        source = sources[segments[-1].sources[address.source].name]
+        step, position = _step_of(state, row)
+        shard, _ = source.reader.locate(address.block)
+        explanations.append(
+            RowExplanation(
+                row=row,
+                step=step,
+                micro_batch=None if step is None else position // config.batch.micro_batch_size,
+                source=source.name,
+                epoch=address.epoch,
+                shard=source.manifest.shards[shard].name,
+                block=address.block,
+                row_in_block=address.row,
+                masked=any(
+                    (q.source, q.block) == (source.name, address.block) and q.from_row <= row for q in state.quarantine
+                ),
+                documents=tuple(_documents(source, address, config.batch.sequence_length, tokenizer)),
+            )
+        )
+    return explanations
+
+
+def _step_of(state: DataState, row: int) -> tuple[int | None, int]:
+    """The step of a row and the row's place in it; no step for a row that is jumped over."""
+    for span in step_spans(state):
+        step, position = divmod(row - span.first_row, span.global_batch_size)
+        if step >= 0 and (span.num_steps is None or step < span.num_steps):
+            return span.first_step + step, position
+    return None, 0
+
+
+def _documents(
+    source: SourceRows, address: RowAddress, sequence_length: int, tokenizer: Tokenizer
+) -> list[DocumentPart]:
+    content = source.reader.read(address.block)
+    provenance, continued = source.reader.provenance(address.block)
+    is_pair = isinstance(content, PairBlock)  # pairs are never cut
+    if isinstance(content, TokenBlock):
+        ids, ends, capacity = content.ids, content.ends, sequence_length
+        real = content.real_tokens
+    else:
+        ids, ends, capacity = content.target_ids, content.target_ends, source.manifest.target_capacity
+        last = int(ends.searchsorted((address.row + 1) * capacity, side="right"))
+        real = int(ends[last - 1]) if last else 0
+    start = address.row * capacity
+    stop = min(start + capacity, real)
+    number = int(ends.searchsorted(start, side="right"))
+    parts: list[DocumentPart] = []
+    first = start
+    while first < stop:
+        end = int(ends[number]) if number < ends.size else real
+        until = min(end, stop)
+        origin = provenance[number]
+        parts.append(
+            DocumentPart(
+                id=origin.id,
+                origin=origin.origin,
+                line=origin.line,
+                num_tokens=until - first,
+                begins=is_pair or (first == int(ends[number - 1]) if number else first == 0 and not continued),
+                ends=number < ends.size and end <= stop,
+                text=tokenizer.decode(ids[first:until]),
+                source_text=_source_text(content, source, address, len(parts), tokenizer),
+            )
+        )
+        first, number = until, number + 1
+    return parts
+
+
+def _source_text(
+    content: TokenBlock | PairBlock, source: SourceRows, address: RowAddress, place: int, tokenizer: Tokenizer
+) -> str | None:
+    """The source side of the pair at `place` in the row."""
+    if isinstance(content, TokenBlock):
+        return None
+    start = address.row * source.manifest.source_capacity
+    number = int(content.source_ends.searchsorted(start, side="right")) + place
+    begin = start if place == 0 else int(content.source_ends[number - 1])
+    ids: Ids = content.source_ids[begin : int(content.source_ends[number])]
+    return tokenizer.decode(ids)
+
+
+def _shortened(text: str, characters: int) -> str:
+    shown = text if not characters or len(text) <= characters else text[:characters] + "…"
+    return shown.replace("\n", "\\n")
