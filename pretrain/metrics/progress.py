@@ -40,7 +40,7 @@ def format_progress(record: Mapping[str, Any], total_steps: int) -> str:
     return "  ".join(parts)
 
 
-def format_count(value: float) -> str:
+def format_count(value: int | float) -> str:
     """A number in three digits or so: 24.9, 317, 5.2k, 12M, 1.3B."""
     for limit, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * limit:
@@ -49,7 +49,7 @@ def format_count(value: float) -> str:
     return f"{value:.1f}" if value < 99.5 else f"{value:.0f}"
 
 
-def format_duration(seconds: float) -> str:
+def format_duration(seconds: int | float) -> str:
     """A duration in its two largest units: 8s, 1m20s, 2h05m, 3d04h."""
     whole = max(0, round(seconds))
     if whole < 60:
@@ -61,5 +61,5 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-def _number(value: float | None, spec: str) -> str:
+def _number(value: int | float | None, spec: str) -> str:
     return "not finite" if value is None or not math.isfinite(value) else format(value, spec)

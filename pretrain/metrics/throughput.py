@@ -42,8 +42,8 @@ class Throughput:
     def __init__(
         self,
         *,
-        flops_per_step: float,
-        peak_flops: float | None,
+        flops_per_step: int | float,
+        peak_flops: int | float | None,
         total_steps: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
