@@ -1,0 +1,185 @@
+"""From a config to the objects of a run, in the order in which data flows through them.
+
+takes → config, run directory, place among the ranks; gives → a `Training`, which the loop drives.
+Everything that can fail without the other ranks is done before the first collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pretrain.config import RunConfig
+from pretrain.data.loader import Loader, open_loader
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.validation import ValidationSet, open_validation
+from pretrain.engine.distributed import vote
+from pretrain.engine.engine import Engine
+from pretrain.errors import PretrainError, StoreError, UserError
+from pretrain.log import Log
+from pretrain.metrics.peak import peak_flops_per_rank
+from pretrain.metrics.sinks import Sink, open_sinks
+from pretrain.metrics.throughput import Throughput
+from pretrain.model.flops import training_flops_per_step
+from pretrain.model.registry import build_model
+from pretrain.rundir import RunDirectory
+from pretrain.topology import World
+from pretrain.train.reporter import Reporter
+from pretrain.train.saving import Saver
+from pretrain.train.state import TrainingState
+from pretrain.train.stop import StopFlag
+from pretrain.train.validate import validate
+from pretrain.train.watch import Heartbeat
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where and as what this process trains.
+
+    Attributes:
+        guard: raises FencedError when this attempt may not publish any more.
+    """
+
+    run: RunDirectory
+    world: World
+    device: torch.device
+    attempt: int
+    guard: Callable[[], None]
+    reporter: Reporter
+    heartbeat: Heartbeat
+    stop: StopFlag
+    log: Log
+
+
+@dataclass(slots=True)
+class Training:
+    """Everything that the loop drives, for one rank of one attempt."""
+
+    config: RunConfig
+    place: Place
+    loader: Loader
+    validation: dict[str, ValidationSet]
+    engine: Engine
+    saver: Saver
+    sinks: list[Sink]
+    throughput: Throughput
+    save_stall_s: float = field(default=0.0)
+
+    def restore(self) -> TrainingState:
+        """The state to go on from: the newest good checkpoint's, or the start of the run. A collective."""
+        state = self.saver.restore()
+        if state is None:
+            return TrainingState(step=0, data=self.loader.initial_state())
+        return TrainingState(
+            state.step, self.loader.resume(state.data), state.tokens, state.skipped_steps, state.consecutive_skips
+        )
+
+    def start_clock(self) -> None:
+        """Begins to measure speed; the start of the process does not count."""
+        peak = peak_flops_per_rank(
+            self.config.metrics.peak_flops_per_rank, self.place.device, self.config.engine.precision
+        )
+        self.throughput = Throughput(
+            flops_per_step=training_flops_per_step(self.config.model, self.config.batch),
+            peak_flops=peak and peak * self.place.world.size,
+            total_steps=self.config.schedule.total_steps,
+        )
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Hands a record to every sink; only rank 0 has any."""
+        record = {"t": time.time(), **record, "save_stall_s": self.save_stall_s}
+        self.save_stall_s = 0.0
+        for sink in self.sinks:
+            sink.write(record)
+
+    def validate(self, state: TrainingState) -> None:
+        """Measures the held-out sources and records it. A collective."""
+        started = time.perf_counter()
+
+        def beat() -> None:
+            self.place.heartbeat.phase("eval", state.step, collective=True)
+
+        totals = validate(self.engine, self.validation, self.place.device, beat)
+        losses = {name: part.to_record() for name, part in totals.items()}
+        for sink in self.sinks:
+            sink.write(
+                {
+                    "t": time.time(),
+                    "step": state.step,
+                    "validation": losses,
+                    "validation_s": time.perf_counter() - started,
+                }
+            )
+
+    def save(self, state: TrainingState) -> None:
+        """Begins to save. A collective."""
+        self.save_stall_s += self.saver.save(state)
+
+    def close(self) -> None:
+        """Ends threads, sinks and the engine; the process group stays."""
+        self.place.stop.close()
+        for close in (self.loader.close, *(sink.close for sink in self.sinks), self.engine.close):
+            with contextlib.suppress(PretrainError):
+                close()
+
+
+def build_training(config: RunConfig, place: Place) -> Training:
+    """Builds a run; a collective, entered by all ranks.
+
+    Raises:
+        PretrainError: of the first room that refuses, on every rank.
+    """
+    log = place.log
+    loader: Loader | None = None
+    problem: PretrainError | None = None
+    try:
+        tokenizer = _tokenizer(config, place)
+        byte_lengths = tokenizer.byte_lengths()
+        loader = open_loader(config, byte_lengths, place.world, tokenizer_sha256=tokenizer.sha256)
+        validation = open_validation(config, byte_lengths, place.world, tokenizer_sha256=tokenizer.sha256)
+    except PretrainError as error:
+        problem = error
+    # Two votes, because the exit code says whether a restart can help: it cannot when the input is wrong.
+    vote(not isinstance(problem, UserError), str(problem), error=UserError)
+    vote(problem is None, str(problem), error=StoreError)
+    assert loader is not None
+    if place.world.is_main:
+        log.info(f"data\n{loader.describe()}")
+    model = build_model(
+        config.model,
+        config.loss,
+        seed=config.seed,
+        activation_checkpointing=config.engine.activation_checkpointing,
+    )
+    engine = Engine(model, config, place.world, place.device)
+    saver = Saver(
+        place.run.checkpoints,
+        engine,
+        place.world,
+        attempt=place.attempt,
+        config=config.checkpoint,
+        guard=place.guard,
+        reporter=place.reporter,
+        log=log,
+    )
+    sinks = open_sinks(config, place.run, place.world, place.attempt, log)
+    throughput = Throughput(flops_per_step=0.0, peak_flops=None, total_steps=config.schedule.total_steps)
+    return Training(config, place, loader, validation, engine, saver, sinks, throughput)
+
+
+def _tokenizer(config: RunConfig, place: Place) -> Tokenizer:
+    """The run's tokenizer; rank 0 keeps a copy in the run's directory, so that the run is whole without its inputs."""
+    store = place.run.store
+    if store.exists(TOKENIZER_FILE):
+        return Tokenizer(store.get(TOKENIZER_FILE), f"{store.url}/{TOKENIZER_FILE}")
+    tokenizer = Tokenizer.load(config.tokenizer)
+    if place.world.is_main:
+        store.put(TOKENIZER_FILE, tokenizer.to_bytes())
+    return tokenizer

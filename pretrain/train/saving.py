@@ -1,0 +1,100 @@
+"""Checkpoints as the loop sees them: restore once, save at boundaries, notice when a save is done or failed.
+
+takes → engine and TrainingState; gives → the state to go on from. At most one save is in flight; its
+error surfaces at the next call here. Only rank 0 prunes and reports, after the manifest is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pretrain.checkpoint import Restored, SaveHandle, prune, restore, save
+from pretrain.config.schema import CheckpointConfig
+from pretrain.engine.engine import Engine
+from pretrain.log import Log
+from pretrain.store import Store
+from pretrain.topology import World
+from pretrain.train.reporter import Reporter
+from pretrain.train.state import TrainingState
+
+
+class Saver:
+    """The run's checkpoints, for one rank of one attempt.
+
+    Attributes:
+        saved_step: step of the newest checkpoint that this attempt restored or began to save.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Store,
+        engine: Engine,
+        world: World,
+        *,
+        attempt: int,
+        config: CheckpointConfig,
+        guard: Callable[[], None],
+        reporter: Reporter,
+        log: Log,
+    ) -> None:
+        self._checkpoints, self._engine, self._world = checkpoints, engine, world
+        self._attempt, self._config, self._guard = attempt, config, guard
+        self._reporter, self._log = reporter, log
+        self._pending: tuple[SaveHandle, int] | None = None
+        self.saved_step: int | None = None
+
+    def restore(self) -> TrainingState | None:
+        """Loads the newest good checkpoint into the engine; None if there is none. A collective.
+
+        Raises:
+            CheckpointError: checkpoints are there, but none is good.
+        """
+        restored: Restored | None = restore(self._checkpoints, self._engine, self._world)
+        if restored is None:
+            return None
+        for name, why in restored.skipped:
+            self._log.warning("checkpoint skipped", checkpoint=name, why=why)
+        self._log.info("restored", checkpoint=restored.name, step=restored.step)
+        self._reporter.event("restored", attempt=self._attempt, checkpoint=restored.name, step=restored.step)
+        self.saved_step = restored.step
+        return TrainingState.from_json(restored.training_state)
+
+    def save(self, state: TrainingState) -> float:
+        """Begins to save; gives the seconds that the caller stood still. A collective.
+
+        Raises:
+            StoreError: this save or the one before could not be written.
+        """
+        self.finish()
+        handle = save(
+            self._checkpoints,
+            self._engine,
+            step=state.step,
+            attempt=self._attempt,
+            training_state=state.to_json(),
+            world=self._world,
+            guard=self._guard,
+        )
+        self.saved_step = state.step
+        self._pending = (handle, state.step)
+        self.poll()
+        return handle.stall_s
+
+    def poll(self) -> None:
+        """Takes note of a save that has ended; never waits. Raises its error."""
+        if self._pending and self._pending[0].done:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits until the save in flight is published. Raises its error."""
+        if self._pending is None:
+            return
+        handle, step = self._pending
+        self._pending = None
+        handle.wait()
+        if not self._world.is_main:
+            return
+        self._log.info("saved", checkpoint=handle.name, step=step)
+        self._reporter.event("committed", attempt=self._attempt, step=step, checkpoint=handle.name)
+        for name in prune(self._checkpoints, self._config.keep_last, self._guard):
+            self._log.info("pruned", checkpoint=name)

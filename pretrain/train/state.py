@@ -1,0 +1,45 @@
+"""The part of a run's state that is no tensor: equal on every rank, stored in the checkpoint's manifest."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pretrain.data.state import DataState
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Progress of a run after `step` optimizer steps.
+
+    Attributes:
+        step: finished optimizer steps, skipped ones included.
+        data: where the data stream goes on.
+        tokens: target tokens trained so far.
+        skipped_steps: steps whose update was skipped for a non-finite gradient.
+        consecutive_skips: how many of the last steps in a row were skipped.
+    """
+
+    step: int
+    data: DataState
+    tokens: int = 0
+    skipped_steps: int = 0
+    consecutive_skips: int = 0
+
+    def after(self, data: DataState, *, target_tokens: int, applied: bool) -> TrainingState:
+        """The state one optimizer step later."""
+        return replace(
+            self,
+            step=self.step + 1,
+            data=data,
+            tokens=self.tokens + target_tokens,
+            skipped_steps=self.skipped_steps + (not applied),
+            consecutive_skips=0 if applied else self.consecutive_skips + 1,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(replace(self, data=None)), "data": self.data.to_json()}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> TrainingState:
+        return cls(**{**body, "data": DataState.from_json(body["data"])})
