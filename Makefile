@@ -42,7 +42,7 @@ check: $(STAMP)  ## format, lint, types and import contracts, under 30 s
 	@echo "== format";    $(BIN)/ruff format --check .
 	@echo "== lint";      $(BIN)/ruff check .
 	@echo "== types";     $(BIN)/mypy
-	@echo "== contracts"; $(BIN)/lint-imports --no-cache
+	@echo "== contracts"; $(BIN)/lint-imports --no-cache --no-logo
 
 bench: $(STAMP)  ## measure: BENCHMARKS="step loss" QUICK=1 choose what and how long
 	@for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks $$name $(if $(QUICK),--quick); done

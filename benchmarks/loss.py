@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,8 +66,8 @@ def measure(*, quick: bool, command: str) -> list[Result]:
     sides = _sides()
     for action in sides.values():
         action()
-    times = interleave({name: lambda action=action: timed(action) for name, action in sides.items()}, repetitions)
-    peaks = interleave({name: lambda name=name: _peak_in_own_process(name) for name in sides}, 1 if quick else 3)
+    times = interleave({name: partial(timed, action) for name, action in sides.items()}, repetitions)
+    peaks = interleave({name: partial(_peak_in_own_process, name) for name in sides}, 1 if quick else 3)
     return [
         Result(
             "loss.time_vs_plain",
