@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -37,10 +38,8 @@ def find_problems(values: dict[str, Any]) -> list[str]:
             problems += [_explain(name, details, values) for details in error.errors(include_url=False)]
             rest = _without_unknown(values[name], error)
             if rest is not None:
-                try:
+                with suppress(ValidationError):  # reported already
                     sound[name] = adapter.validate_python(rest)
-                except ValidationError:
-                    pass  # reported already
     return [*dict.fromkeys(problems), *broken_rules(sound)]
 
 
@@ -70,7 +69,8 @@ def _missing_source(field: str, source: SourceConfig) -> str:
 def _adapter(name: str) -> TypeAdapter[Any]:
     # The field's own validators, checks and discriminator, taken as pydantic put them together.
     field = RunConfig.model_fields[name]
-    return TypeAdapter(Annotated[field.annotation, field])
+    annotation: Any = Annotated[field.annotation, field]
+    return TypeAdapter(annotation)
 
 
 def _without_unknown(values: Any, error: ValidationError) -> Any:
@@ -92,7 +92,11 @@ def _path(start: tuple[str, ...], loc: tuple[int | str, ...], values: Any) -> tu
     path = list(start)
     for index, part in enumerate(loc):
         last = index == len(loc) - 1
-        if isinstance(values, dict) and part not in values and (part == tag_of(values) and not last or part == "[key]"):
+        if (
+            isinstance(values, dict)
+            and part not in values
+            and ((part == tag_of(values) and not last) or part == "[key]")
+        ):
             continue
         path.append(str(part))
         values = values.get(part) if isinstance(values, dict) else None
@@ -120,7 +124,8 @@ def _explain(section: str, details: ErrorDetails, values: dict[str, Any]) -> str
     if rule:
         return f"{name}={given} is out of bounds. The rule is {rule}{meaning}. Set {name} accordingly."
     if kind == "string_pattern_mismatch":
-        return f"{name}={given} is not allowed. The rule: {field.description if field else details['msg']}. Set another {name}."
+        rule = field.description if field and field.description else details["msg"]
+        return f"{name}={given} is not allowed. The rule: {rule}. Set another {name}."
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         return (
             f"{name}={given} is not a mapping. It is a section with keys of its own. Write {name}: and its keys below."

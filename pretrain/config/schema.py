@@ -20,7 +20,6 @@ from pretrain.config.units import (
     NonNegativeReal,
     PositiveInt,
     PositiveReal,
-    Real,
     Seconds,
     Text,
     parse_count,

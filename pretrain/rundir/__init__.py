@@ -1,0 +1,29 @@
+"""The run's directory is the run: its layout, config, journal, lease, requests and status.
+
+Ranks and `launch` share it. Everything goes through `store/`; what is read back has a checksum.
+"""
+
+from pretrain.rundir.directory import Request, ResumeMode, RunDirectory, list_runs
+from pretrain.rundir.journal import Event, EventKind, JournalWriter
+from pretrain.rundir.lease import Lease
+from pretrain.rundir.process import ProcessIdentity, is_alive, this_process, wait_until_gone
+from pretrain.rundir.records import DamagedFileError
+from pretrain.rundir.status import RunState, RunStatus
+
+__all__ = [
+    "DamagedFileError",
+    "Event",
+    "EventKind",
+    "JournalWriter",
+    "Lease",
+    "ProcessIdentity",
+    "Request",
+    "ResumeMode",
+    "RunDirectory",
+    "RunState",
+    "RunStatus",
+    "is_alive",
+    "list_runs",
+    "this_process",
+    "wait_until_gone",
+]

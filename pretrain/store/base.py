@@ -6,6 +6,7 @@ with `.tmp-` (the names of files that are still being written, which no listing 
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -58,10 +59,10 @@ class Store(Protocol):
     def exists(self, key: str) -> bool:
         """Whether there is a file of this key (a prefix of other keys is none)."""
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "") -> builtins.list[str]:
         """All keys below the folder `prefix`, sorted, relative to the store."""
 
-    def names(self, prefix: str = "") -> list[str]:
+    def names(self, prefix: str = "") -> builtins.list[str]:
         """Names right below the folder `prefix`, files and folders, sorted; one look, no walk."""
 
     def delete(self, key: str) -> None:

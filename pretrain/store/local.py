@@ -7,6 +7,7 @@ temporary file to its name, because O_EXCL alone would show a file that is still
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import shutil
@@ -125,7 +126,7 @@ class LocalStore:
     def exists(self, key: str) -> bool:
         return os.path.isfile(self._path(key))
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "") -> builtins.list[str]:
         folder = self._folder(prefix)
         keys = []
         with _explained("list", folder):
@@ -136,7 +137,7 @@ class LocalStore:
                 keys += [start + name for name in files if not name.startswith(TEMPORARY)]
         return sorted(keys)
 
-    def names(self, prefix: str = "") -> list[str]:
+    def names(self, prefix: str = "") -> builtins.list[str]:
         folder = self._folder(prefix)
         with _explained("list", folder):
             try:

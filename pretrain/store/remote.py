@@ -7,6 +7,7 @@ is no append, and no atomic creation (conditional PUT is honoured by too few sto
 
 from __future__ import annotations
 
+import builtins
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -116,13 +117,13 @@ class RemoteStore:
         with self._explained("read", key):
             return bool(self._files.isfile(path))
 
-    def list(self, prefix: str = "") -> list[str]:
+    def list(self, prefix: str = "") -> builtins.list[str]:
         folder = self._folder(prefix)
         with self._explained("list", prefix):
             found = self._files.find(folder)
         return sorted(path[len(self._root) + 1 :] for path in found if path.startswith(folder + "/"))
 
-    def names(self, prefix: str = "") -> list[str]:
+    def names(self, prefix: str = "") -> builtins.list[str]:
         folder = self._folder(prefix)
         with self._explained("list", prefix):
             try:

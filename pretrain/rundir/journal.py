@@ -1,0 +1,124 @@
+"""What happened to a run, one small file per event: `journal/<lease>/<seq>.json`.
+
+Every event names the last event of the leases before that its writer had seen. A reader drops what
+an older lease added after that point: a fenced process may still be writing, but no longer counts.
+Sequence numbers, not clocks, decide.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from pretrain.rundir.lease import Lease
+from pretrain.rundir.records import encode_record, read_record
+from pretrain.store import NotFoundError, Store
+
+_REMEDY = (
+    "Restore it from a backup, or delete it: only this record of the history is lost, checkpoints do not depend on it."
+)
+
+
+class EventKind(StrEnum):
+    """What can happen; the fields that each one carries."""
+
+    CREATED = "created"
+    CONFIG_CHANGED = "config_changed"  # changes
+    ATTEMPT_STARTED = "attempt_started"  # attempt, ranks, host, why
+    RANKS_STARTED = "ranks_started"  # attempt, processes: identities with rank
+    RESTORED = "restored"  # attempt, checkpoint, step
+    COMMITTED = "committed"  # attempt, step, checkpoint
+    FAULT = "fault"  # attempt, cause, rank, exit_code, message
+    ATTEMPT_ENDED = "attempt_ended"  # attempt, outcome
+    TAKEOVER = "takeover"
+    COMPLETED = "completed"  # step; this and the following end a run
+    STOPPED = "stopped"  # step
+    INTERRUPTED = "interrupted"  # step
+    FAILED = "failed"  # reason, exit_code
+
+
+TERMINAL_KINDS = frozenset({EventKind.COMPLETED, EventKind.STOPPED, EventKind.INTERRUPTED, EventKind.FAILED})
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of the journal; `t` is the writer's wall clock in seconds, for people."""
+
+    kind: str
+    t: float
+    lease: int
+    seq: int
+    fields: dict[str, Any]
+
+
+class JournalWriter:
+    """Appends under one lease; several threads may share it."""
+
+    def __init__(self, store: Store, lease: Lease) -> None:
+        self._store = store
+        self._lease = lease
+        self._lock = threading.Lock()
+        self._seen = {
+            str(number): max(seqs) for number, seqs in _numbers(store).items() if number < lease.number and seqs
+        }
+        self._next = max(_numbers(store).get(lease.number, [0])) + 1
+
+    def append(self, kind: str, **fields: Any) -> Event:
+        """Adds an event, if the lease still holds.
+
+        Raises:
+            FencedError: the run was taken over; nothing is written.
+            ValueError: no such kind.
+            StoreError: the storage failed.
+        """
+        event_kind = EventKind(kind)
+        with self._lock:
+            while True:
+                self._lease.check()
+                event = Event(event_kind.value, time.time(), self._lease.number, self._next, fields)
+                body = {"kind": event.kind, "t": event.t, "lease": event.lease, "seq": event.seq}
+                data = encode_record({**body, "fields": fields, "seen": self._seen})
+                self._next += 1
+                if self._store.put_if_absent(_key(event.lease, event.seq), data):
+                    return event
+
+
+def read_events(store: Store, *, fenced: bool = False) -> list[Event]:
+    """All events in order; those that a fenced writer added too late only with `fenced`.
+
+    Raises:
+        DamagedFileError: an event does not match its checksum.
+    """
+    events: list[Event] = []
+    for number, seqs in sorted(_numbers(store).items()):
+        own: list[Event] = []
+        seen: dict[str, int] | None = None
+        for seq in seqs:
+            try:
+                body = read_record(store, _key(number, seq), _REMEDY)
+            except NotFoundError:  # deleted between listing and reading
+                continue
+            own.append(Event(str(body["kind"]), float(body["t"]), number, seq, dict(body["fields"])))
+            seen = dict(body["seen"]) if seen is None else seen
+        if seen is not None and not fenced:
+            events = [event for event in events if event.seq <= seen.get(str(event.lease), 0)]
+        events += own
+    return events
+
+
+def _key(lease: int, seq: int) -> str:
+    return f"journal/{lease:06d}/{seq:08d}.json"
+
+
+def _numbers(store: Store) -> dict[int, list[int]]:
+    """Sequence numbers of the events of each lease, rising."""
+    found: dict[int, list[int]] = {}
+    for key in store.list("journal"):
+        _, lease, name = key.split("/") if key.count("/") == 2 else ("", "", "")
+        stem = name.removesuffix(".json")
+        if lease.isdigit() and stem.isdigit():
+            found.setdefault(int(lease), []).append(int(stem))
+    return {lease: sorted(seqs) for lease, seqs in found.items()}
