@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pretrain.config.problems import find_problems, missing_files
+from pretrain.config.problems import examine, missing_files
 from pretrain.config.schema import RunConfig
 from pretrain.config.walk import tag_of
 from pretrain.config.yaml_text import parse_yaml, plain_scalar
@@ -52,7 +52,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in changes.items():
         old = result.get(key)
-        other_kind = tag_of(value) is not None and tag_of(value) != tag_of(old)
+        other_kind = None not in (tag_of(old), tag_of(value)) and tag_of(old) != tag_of(value)
         if isinstance(old, dict) and isinstance(value, dict) and not other_kind:
             result[key] = merge(old, value)
         else:
@@ -61,17 +61,16 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any], problems: list[str], *, check_files: bool) -> RunConfig:
-    problems = [*problems, *find_problems(values)]
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        # find_problems says the same in better words; the fallback guards against a gap in it.
-        raise ConfigError(problems or [details["msg"] for details in error.errors()]) from None
+    found, sound = examine(values)
+    problems = [*problems, *found]
     if check_files:
-        problems += missing_files(config)
+        problems += missing_files(sound)
     if problems:
         raise ConfigError(problems)
-    return config
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:  # a gap in `examine`: its words are poorer, but it is not accepted
+        raise ConfigError([f"{'.'.join(map(str, d['loc']))}: {d['msg']}" for d in error.errors()]) from None
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any] | None, list[str]]:

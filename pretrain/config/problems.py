@@ -20,8 +20,8 @@ from pretrain.config.schema import RunConfig, SourceConfig
 from pretrain.config.walk import all_paths, field_at, literal_values, names_at, tag_of, tags_at
 
 
-def find_problems(values: dict[str, Any]) -> list[str]:
-    """Every problem of a config's values: names, types, bounds, then the rules between sections."""
+def examine(values: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
+    """Every problem of a config's values (names, types, bounds, rules between sections), and the sound sections."""
     problems: list[str] = [_unknown((key,), values) for key in values if key not in RunConfig.model_fields]
     sound: dict[str, Any] = {}
     for name, field in RunConfig.model_fields.items():
@@ -40,18 +40,20 @@ def find_problems(values: dict[str, Any]) -> list[str]:
             if rest is not None:
                 with suppress(ValidationError):  # reported already
                     sound[name] = adapter.validate_python(rest)
-    return [*dict.fromkeys(problems), *broken_rules(sound)]
+    return [*dict.fromkeys(problems), *broken_rules(sound)], sound
 
 
-def missing_files(config: RunConfig) -> list[str]:
-    """Local files that the config names and that are not there; URLs are looked at when they are opened."""
+def missing_files(sound: dict[str, Any]) -> list[str]:
+    """Local files that sound sections name and that are not there; URLs are looked at when they are opened."""
     problems = []
-    if "://" not in config.tokenizer and not os.path.isfile(config.tokenizer):
+    tokenizer, data = sound.get("tokenizer"), sound.get("data")
+    if tokenizer is not None and "://" not in tokenizer and not os.path.isfile(tokenizer):
         problems.append(
-            f"tokenizer={config.tokenizer} does not exist. It must be a tokenizer.json. "
+            f"tokenizer={tokenizer} does not exist. It must be a tokenizer.json. "
             "Correct the path or make one with pretrain tokenizer train."
         )
-    for group, sources in (("sources", config.data.sources), ("validation", config.data.validation)):
+    for group in ("sources", "validation"):
+        sources: dict[str, SourceConfig] = getattr(data, group, {})
         problems += [_missing_source(f"data.{group}.{name}.path", source) for name, source in sources.items()]
     return [problem for problem in problems if problem]
 

@@ -32,7 +32,7 @@ def _parse_number(value: Any) -> int | float:
         if not re.search(r"\d", text) or not _NUMBER.fullmatch(text):
             raise ValueError("is not a number. Write 1000, 1e3 or 0.001")
         if re.fullmatch(r"[+-]?0\d+", text):
-            raise ValueError("has a leading zero. Write it without (octal is not accepted)")
+            raise ValueError("has a leading zero. Write it without, octal is not accepted")
         text = text.replace("_", "")
         number = int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     else:

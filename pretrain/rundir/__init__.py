@@ -6,7 +6,7 @@ Ranks and `launch` share it. Everything goes through `store/`; what is read back
 from pretrain.rundir.directory import Request, ResumeMode, RunDirectory, list_runs
 from pretrain.rundir.journal import Event, EventKind, JournalWriter
 from pretrain.rundir.lease import Lease
-from pretrain.rundir.process import ProcessIdentity, is_alive, this_process, wait_until_gone
+from pretrain.rundir.process import ProcessIdentity, identify_process, is_alive, this_process, wait_until_gone
 from pretrain.rundir.records import DamagedFileError
 from pretrain.rundir.status import RunState, RunStatus
 
@@ -22,6 +22,7 @@ __all__ = [
     "RunDirectory",
     "RunState",
     "RunStatus",
+    "identify_process",
     "is_alive",
     "list_runs",
     "this_process",

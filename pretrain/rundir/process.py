@@ -50,14 +50,19 @@ class ProcessIdentity:
 
 def this_process() -> ProcessIdentity:
     """The identity of the caller's process."""
-    found = _look(os.getpid())
-    return ProcessIdentity(socket.gethostname(), _boot_id(), os.getpid(), found.start_time if found else 0.0)
+    return identify_process(os.getpid())
 
 
-def identify(pid: int) -> ProcessIdentity | None:
-    """The identity of a living process of this host; None if there is none of this pid."""
+def identify_process(pid: int) -> ProcessIdentity:
+    """The identity of a process of this host that has not been waited for yet.
+
+    Raises:
+        ProcessLookupError: there is none of this pid.
+    """
     found = _look(pid)
-    return ProcessIdentity(socket.gethostname(), _boot_id(), pid, found.start_time) if found else None
+    if found is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return ProcessIdentity(socket.gethostname(), _boot_id(), pid, found.start_time)
 
 
 def is_alive(identity: ProcessIdentity) -> bool | None:
