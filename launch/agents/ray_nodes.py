@@ -1,0 +1,81 @@
+"""Slots from Ray: a placement group per node, an agent actor in each.
+
+Takes how many slots on which node → an agent that connects back. A slot is one CPU, or one GPU, of Ray's
+count. One group per node, so that a lost node's group can be given back alone; a set of groups that is
+not complete in time is given back whole. Ray's own clock is slow (a dead node shows after 13 s), so
+nothing here decides about faults. Own design (DESIGN section 7, facts on placement in docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from launch.agents.agent import Agent
+from launch.controller.crew import SlotsTakenError
+
+PLACE_WITHIN_S = 5.0
+
+
+@ray.remote(max_restarts=0)
+class AgentActor:
+    """A node's agent as a Ray actor; `run` takes the actor's main thread for its whole life."""
+
+    def run(self, controller: tuple[str, int], secret: str, node: str) -> None:
+        Agent(controller, secret, node, ray.util.get_node_ip_address()).run()
+
+
+class RayNodes:
+    """`Nodes` of the Ray that this process is connected to."""
+
+    def __init__(self, device: str) -> None:
+        self._resource = "CPU" if device == "cpu" else "GPU"
+        self._held: dict[str, tuple[PlacementGroup, Any]] = {}
+
+    def free_slots(self) -> dict[str, int]:
+        state = ray._private.state
+        leaving = set(state.state.get_draining_nodes())
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - leaving
+        available = state.available_resources_per_node()
+        return {node: int(available.get(node, {}).get(self._resource, 0)) for node in alive}
+
+    def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
+        for node in slots:
+            self.release(node)
+        groups = {
+            node: placement_group([{self._resource: count}], bundle_label_selector=[{"ray.io/node-id": node}])
+            for node, count in slots.items()
+        }
+        deadline = time.monotonic() + PLACE_WITHIN_S
+        for group in groups.values():
+            if not group.wait(max(0.1, deadline - time.monotonic())):
+                for taken in groups.values():
+                    remove_placement_group(taken)
+                time.sleep(random.uniform(0.0, 2.0))  # two runs that block each other must not try in step
+                raise SlotsTakenError("the slots were taken meanwhile")
+        for node, group in groups.items():
+            count = slots[node]
+            actor = AgentActor.options(
+                num_cpus=count if self._resource == "CPU" else 0,
+                num_gpus=count if self._resource == "GPU" else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            ).remote()
+            actor.run.remote(controller, secret, node)
+            self._held[node] = (group, actor)
+
+    def release(self, node: str) -> None:
+        held = self._held.pop(node, None)
+        if held is None:
+            return
+        group, actor = held
+        with contextlib.suppress(Exception):  # a node that is gone took both with it
+            ray.kill(actor)
+        with contextlib.suppress(Exception):
+            remove_placement_group(group)

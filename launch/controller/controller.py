@@ -1,0 +1,259 @@
+"""The controller of a run: observe → decide → act, every 0.1 s, until the run is over.
+
+Takes a run directory, its lease and a crew → the outcome. All judgement is in `policy`; here are the
+journal, the lease, the control requests and the crew. Invariants: whatever happens to the store, ranks
+are killed first and words are written after; nothing is written once the lease is lost.
+Own design (DESIGN section 7).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from launch.controller.crew import News
+from launch.controller.policy import decide
+from launch.controller.state import (
+    Action,
+    AskRanks,
+    Cause,
+    Fault,
+    Finish,
+    KillRanks,
+    Limits,
+    Observation,
+    Outcome,
+    Phase,
+    Place,
+    RecordEnd,
+    RecordFault,
+    RunState,
+    StartRanks,
+    Stop,
+)
+from pretrain.config.schema import RunConfig
+from pretrain.errors import ExitCode, FencedError, StoreError
+from pretrain.log import Log
+from pretrain.rundir import EventKind, Lease, RunDirectory
+
+LOOK_S = 0.1
+REQUESTS_EVERY_S = 0.5
+LEASE_EVERY_S = 1.0
+JOURNAL_WITHIN_S = 30.0  # longest wait at the end for a store that takes no journal events
+
+# Events of a rank's heartbeat pipe that belong into the journal.
+RANK_EVENTS = {"restored": EventKind.RESTORED, "committed": EventKind.COMMITTED}
+
+
+class Workers(Protocol):
+    """What the controller needs of a crew; tests give it a fake one."""
+
+    def free_ranks(self) -> int | None: ...
+    def place(self, num_ranks: int) -> None: ...
+    def start(self, attempt: int, num_ranks: int) -> None: ...
+    def say(self, word: str) -> None: ...
+    def kill(self) -> None: ...
+    def look(self, timeout_s: float) -> News: ...
+
+
+def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
+    """What the policy may spend for this run. On one host no culprit hides behind a silent node."""
+    cluster, health = config.cluster, config.health
+    return Limits(
+        num_ranks=cluster.num_ranks,
+        min_ranks=cluster.min_ranks or cluster.num_ranks,
+        max_failures={
+            Cause.APPLICATION: cluster.max_application_failures,
+            Cause.NODE: cluster.max_node_failures,
+            Cause.HANG: cluster.max_hangs,
+        },
+        backoff_s=cluster.backoff_s,
+        heartbeat_timeout_s=health.heartbeat_timeout_s,
+        start_timeout_s=health.start_timeout_s,
+        suspect_grace_s=1.0 if one_host else 4.0,
+    )
+
+
+class Controller:
+    """See the module.
+
+    Args:
+        host: name of the host that the controller runs on, for the journal.
+        log: where people read what happens.
+        on_look: called after every look, at least every 0.1 s; shows progress.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        lease: Lease,
+        workers: Workers,
+        limits: Limits,
+        *,
+        host: str,
+        log: Log,
+        on_look: Callable[[RunState], None] = lambda state: None,
+    ) -> None:
+        self._run, self._lease, self._workers, self._limits = run, lease, workers, limits
+        self._host, self._log, self._on_look = host, log, on_look
+        self._journal = run.journal(lease)
+        self._unwritten: list[tuple[EventKind, dict[str, Any]]] = []
+        self._write_t = 0.0
+        self._state = RunState(attempt=run.next_attempt() - 1)
+        self._stop: Stop | None = None
+        self._fenced: str | None = None
+        self._requests_t = self._lease_t = 0.0
+        self._processes: dict[int, dict[str, Any]] = {}
+        self._told: set[tuple[int, str, Any]] = set()
+
+    def ask(self, stop: Stop) -> None:
+        """Asks the run to end; from any thread or signal handler."""
+        self._stop = stop
+
+    def record(self, kind: EventKind, **fields: Any) -> None:
+        """Writes a journal event, now or when the store takes it again."""
+        self._unwritten.append((kind, fields))
+        self._write()
+
+    def run(self) -> Outcome:
+        """Controls the run to its end. The crew and the lease stay the caller's to close."""
+        self._run.clear_requests()
+        while self._state.phase is not Phase.ENDED:
+            self.look()
+        assert self._state.outcome is not None
+        return self._state.outcome
+
+    def look(self) -> None:
+        """One turn: observe, decide, act."""
+        news = self._workers.look(LOOK_S)
+        now = time.monotonic()
+        if self._unwritten and now - self._write_t > 1.0:
+            self._write()
+        committed = self._take_events(news)
+        self._check_lease(now)
+        self._check_requests(now)
+        seen = Observation(
+            free_ranks=self._workers.free_ranks() if self._state.phase in (Phase.PLACING, Phase.WAITING) else None,
+            placed=news.placed,
+            place_failed=news.place_failed,
+            start_failed=news.start_failed,
+            exits=tuple(news.exits),
+            beats=tuple(news.beats),
+            lost=news.lost,
+            committed_step=committed,
+            stop=self._stop,
+            fenced=self._fenced,
+        )
+        self._state, actions = decide(self._state, seen, now, self._limits)
+        for action in actions:
+            self._act(action)
+        self._on_look(self._state)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Place(num_ranks):
+                self._workers.place(num_ranks)
+            case StartRanks(attempt, num_ranks, why):
+                self._processes = {}
+                self._workers.start(attempt, num_ranks)
+                self._log.info("attempt starts", attempt=attempt, ranks=num_ranks, why=why)
+                self.record(EventKind.ATTEMPT_STARTED, attempt=attempt, ranks=num_ranks, host=self._host, why=why)
+            case AskRanks(word):
+                self._workers.say(word)
+                self._log.info("the ranks were asked to save and end")
+            case KillRanks(reason):
+                self._workers.kill()
+                self._log.info("the ranks of the attempt are ended", why=reason)
+            case RecordFault(attempt, fault, plan):
+                self._record_fault(attempt, fault, plan)
+            case RecordEnd(attempt, outcome):
+                self.record(EventKind.ATTEMPT_ENDED, attempt=attempt, outcome=outcome)
+            case Finish(outcome):
+                self._finish(outcome)
+
+    def _record_fault(self, attempt: int, fault: Fault, plan: str) -> None:
+        self._log.error(f"{fault.message}\n{plan}")
+        self.record(
+            EventKind.FAULT,
+            attempt=attempt,
+            cause=str(fault.cause),
+            rank=fault.rank,
+            exit_code=fault.exit_code,
+            message=fault.message,
+        )
+
+    def _finish(self, outcome: Outcome) -> None:
+        if outcome.event == "failed":
+            self.record(EventKind.FAILED, reason=outcome.reason, exit_code=outcome.exit_code)
+        elif outcome.event != "fenced":
+            reason = {"reason": outcome.reason} if outcome.reason else {}
+            self.record(EventKind(outcome.event), step=outcome.step, **reason)
+            self._run.clear_requests()
+        deadline = time.monotonic() + JOURNAL_WITHIN_S
+        while self._unwritten and not self._fenced and time.monotonic() < deadline:
+            time.sleep(0.5)
+            self._write()
+        if self._unwritten and not self._fenced:
+            self._log.error("the end of the run could not be written into its journal", events=len(self._unwritten))
+            failed = replace(outcome, exit_code=outcome.exit_code or ExitCode.FAILED)
+            self._state = replace(self._state, outcome=failed)
+
+    def _take_events(self, news: News) -> int | None:
+        """Journals what ranks tell; returns the newest committed step."""
+        attempt = self._state.attempt
+        if news.processes:
+            self._processes.update(news.processes)
+            if len(self._processes) == len(self._state.ranks):
+                processes = [{**body, "rank": rank} for rank, body in sorted(self._processes.items()) if body]
+                self.record(EventKind.RANKS_STARTED, attempt=attempt, processes=processes)
+        committed = None
+        for _rank, line in news.events:
+            fields = {key: value for key, value in line.items() if key not in ("event", "t", "attempt")}
+            told = (attempt, str(line["event"]), fields.get("step"))
+            kind = RANK_EVENTS.get(str(line["event"]))
+            if kind is None or told in self._told:
+                continue
+            self._told.add(told)
+            self.record(kind, attempt=attempt, **fields)
+            if kind is EventKind.COMMITTED:
+                committed = max(committed or 0, int(fields.get("step") or 0))
+        return committed
+
+    def _check_requests(self, now: float) -> None:
+        if now - self._requests_t < REQUESTS_EVERY_S:
+            return
+        self._requests_t = now
+        try:
+            requests = self._run.pending_requests()
+        except StoreError as error:
+            self._log.warning("control requests could not be read", error=error)
+            return
+        if requests and self._stop is not Stop.NOW:
+            self._stop = Stop.NOW if any(request.now for request in requests) else Stop.STOP
+
+    def _check_lease(self, now: float) -> None:
+        if now - self._lease_t < LEASE_EVERY_S or self._fenced:
+            return
+        self._lease_t = now
+        try:
+            self._lease.check()
+        except FencedError as error:
+            self._fenced = str(error)
+        except StoreError as error:
+            self._log.warning("the lease could not be read", error=error)
+
+    def _write(self) -> None:
+        self._write_t = time.monotonic()
+        while self._unwritten and not self._fenced:
+            kind, fields = self._unwritten[0]
+            try:
+                self._journal.append(kind, **fields)
+            except FencedError as error:
+                self._fenced = str(error)
+            except StoreError as error:
+                self._log.warning("a journal event could not be written; it is kept and tried again", error=error)
+                return
+            else:
+                del self._unwritten[0]

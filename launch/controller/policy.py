@@ -1,0 +1,283 @@
+"""What the controller does about what it sees. PURE.
+
+Takes → gives: (state, observation, now, limits) → (next state, actions). Invariants: exit code 6
+(a peer failed) is never blamed, exit code 2 is never retried, budgets count since the last committed
+progress, a new attempt starts only when no rank of the last one is known to live, and nothing is
+restarted once somebody asked the run to end. Own design (DESIGN section 7).
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+from launch.controller.state import (
+    Action,
+    AskRanks,
+    Cause,
+    Fault,
+    Finish,
+    KillRanks,
+    Limits,
+    Observation,
+    Outcome,
+    Phase,
+    Place,
+    RankExit,
+    RankView,
+    RecordEnd,
+    RecordFault,
+    RunState,
+    StartRanks,
+    Stop,
+)
+from pretrain.errors import ExitCode
+
+Decision = tuple[RunState, list[Action]]
+
+_ENDED_WELL = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
+_STOP_STRENGTH = {None: 0, Stop.INTERRUPT: 1, Stop.STOP: 2, Stop.NOW: 3}
+
+
+def decide(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
+    """One look: absorbs what was seen, then acts by phase."""
+    asked_before = state.stop
+    state = _absorb(state, seen, now)
+    if state.phase in (Phase.RUNNING, Phase.SUSPECTING):
+        return _watch_ranks(state, seen, now, limits, asked_before)
+    if state.phase is Phase.KILLING:
+        return _await_killed(state, now, limits)
+    if state.phase is Phase.ENDED:
+        return state, []
+    if seen.fenced:
+        return _finish(state, Outcome("fenced", ExitCode.FENCED, reason=seen.fenced))
+    if state.stop:
+        return _finish(state, _stopped(state))
+    if state.phase is Phase.WAITING:
+        if now < state.retry_t:
+            return state, []
+        state = replace(state, phase=Phase.PLACING, since_t=now, asked=False)
+    return _place(state, seen, now, limits)
+
+
+def _absorb(state: RunState, seen: Observation, now: float) -> RunState:
+    ranks = dict(state.ranks)
+    for beat in seen.beats:
+        view = ranks.get(beat.rank)
+        if view is None or view.gone:
+            continue
+        first = view.first_step if view.first_step is not None or beat.phase == "start" else beat.step
+        ranks[beat.rank] = replace(view, heard_t=now, phase=beat.phase, step=beat.step, first_step=first)
+    for ended in seen.exits:
+        if ended.rank in ranks and not ranks[ended.rank].gone:
+            ranks[ended.rank] = replace(ranks[ended.rank], exit=ended, gone=True)
+    for rank in seen.lost:
+        if rank in ranks:
+            ranks[rank] = replace(ranks[rank], gone=True)
+    state = replace(state, ranks=ranks)
+    if seen.committed_step is not None and seen.committed_step > state.committed_step:
+        # Progress that is safe: what went wrong before it is forgiven.
+        state = replace(state, committed_step=seen.committed_step, failures={}, crash_step=None, crashes=0)
+    if _STOP_STRENGTH[seen.stop] > _STOP_STRENGTH[state.stop]:
+        state = replace(state, stop=seen.stop, stop_t=now)
+    return state
+
+
+def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
+    if seen.placed is not None:
+        attempt = state.attempt + 1
+        ranks = {rank: RankView(spawned_t=now, heard_t=now, host=host) for rank, host in enumerate(seen.placed)}
+        started = replace(state, phase=Phase.RUNNING, since_t=now, attempt=attempt, asked=False, ranks=ranks)
+        return started, [StartRanks(attempt, len(ranks), state.why)]
+    if seen.place_failed is not None:
+        state = replace(state, asked=False)
+    if state.asked or seen.free_ranks is None:
+        return state, []
+    fits = min(limits.num_ranks, seen.free_ranks)
+    patient = now - state.since_t >= limits.placing_grace_s
+    if fits == limits.num_ranks or (fits >= limits.min_ranks and patient):
+        return replace(state, asked=True), [Place(fits)]
+    return state, []
+
+
+def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits, asked_before: Stop | None) -> Decision:
+    if seen.fenced:
+        return _kill(state, now, Outcome("fenced", ExitCode.FENCED, reason=seen.fenced), seen.fenced)
+    if state.stop is Stop.NOW:
+        return _kill(state, now, _stopped(state), "stop --now")
+    fault = _find_fault(state, seen, now, limits)
+    if fault:
+        return _fail(state, fault, now, limits)
+    views = state.ranks.values()
+    codes = [view.exit.code for view in views if view.exit]
+    if len(codes) == len(views) and all(code in _ENDED_WELL for code in codes):
+        return _finish(state, _ended_well(state, codes), _attempt_word(codes))
+    if state.stop and now - state.stop_t > limits.stop_timeout_s:
+        reason = f"the ranks did not save within {limits.stop_timeout_s:g} s"
+        return _kill(state, now, replace(_stopped(state), reason=reason), reason)
+    if ExitCode.PEER_FAILED in codes and state.phase is Phase.RUNNING:
+        state = replace(state, phase=Phase.SUSPECTING, since_t=now)
+    if state.stop and state.stop is not asked_before:
+        return state, [AskRanks("stop" if state.stop is Stop.STOP else "drain")]
+    return state, []
+
+
+def _find_fault(state: RunState, seen: Observation, now: float, limits: Limits) -> Fault | None:
+    """The one to blame: ranks that ended badly first, then lost nodes, then unexplained victims, then hangs."""
+    blamed = [
+        view.exit
+        for view in state.ranks.values()
+        if view.exit and view.exit.code not in (*_ENDED_WELL, ExitCode.PEER_FAILED, ExitCode.FENCED)
+    ]
+    if blamed:
+        # A rank that knows why it ends explains more than one that was killed.
+        return _exit_fault(state, min(blamed, key=lambda ended: (ended.code != ExitCode.USER_ERROR, ended.rank)))
+    if seen.start_failed:
+        return Fault(Cause.NODE, seen.start_failed)
+    if seen.lost:
+        rank, what = min(seen.lost.items())
+        return Fault(Cause.NODE, what, rank=rank, step=state.ranks[rank].step if rank in state.ranks else None)
+    for view in state.ranks.values():
+        if view.exit and view.exit.code == ExitCode.FENCED:
+            return replace(_exit_fault(state, view.exit), cause=Cause.NODE)
+    if state.phase is Phase.SUSPECTING and now - state.since_t >= limits.suspect_grace_s:
+        victim = next(v.exit for v in state.ranks.values() if v.exit and v.exit.code == ExitCode.PEER_FAILED)
+        message = _with_tail("a collective broke and no rank was found that ended by its own fault", victim.tail)
+        return Fault(Cause.APPLICATION, message, exit_code=victim.code, step=state.step)
+    return _find_hang(state, now, limits)
+
+
+def _exit_fault(state: RunState, ended: RankExit) -> Fault:
+    view = state.ranks[ended.rank]
+    where = f" at step {view.step}" if view.first_step is not None else " before its first step"
+    message = f"rank {ended.rank} on {view.host or 'this host'} {describe_exit(ended.code)}{where}"
+    return Fault(
+        Cause.APPLICATION,
+        _with_tail(message, ended.tail),
+        rank=ended.rank,
+        exit_code=ended.code,
+        step=view.step if view.first_step is not None else None,
+    )
+
+
+def describe_exit(code: int) -> str:
+    """What an exit code of a rank that nobody here killed says about its end."""
+    if code == -signal.SIGKILL:
+        return "was ended by signal 9, likely out of memory (the kernel or an administrator killed it)"
+    if code < 0:
+        try:
+            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
+        except ValueError:
+            return f"was ended by signal {-code}"
+    return f"ended with exit code {code}"
+
+
+def _with_tail(message: str, tail: str) -> str:
+    return f"{message}. Last lines of its log:\n{tail}" if tail else message
+
+
+def _find_hang(state: RunState, now: float, limits: Limits) -> Fault | None:
+    silent: list[tuple[float, int, RankView]] = []
+    for rank, view in state.ranks.items():
+        if view.gone:
+            continue
+        if view.first_step is None:  # imports, model, restore: one bound for all of it
+            over = now - view.spawned_t > limits.start_timeout_s
+        elif not view.trained:  # the first step may compile
+            over = now - view.heard_t > max(limits.heartbeat_timeout_s, limits.start_timeout_s)
+        else:
+            over = now - view.heard_t > limits.heartbeat_timeout_s
+        if over:
+            silent.append((view.heard_t, rank, view))
+    if not silent:
+        return None
+    heard_t, rank, view = min(silent, key=lambda entry: entry[:2])
+    doing = f"in phase {view.phase} at step {view.step}" if view.first_step is not None else "while starting"
+    message = f"rank {rank} on {view.host or 'this host'} hung: silent for {now - heard_t:.0f} s {doing}"
+    return Fault(Cause.HANG, message, rank=rank, step=view.step if view.first_step is not None else None)
+
+
+def _fail(state: RunState, fault: Fault, now: float, limits: Limits) -> Decision:
+    failures = {**state.failures, fault.cause: state.failures.get(fault.cause, 0) + 1}
+    crashes = 0
+    if fault.cause is not Cause.NODE:
+        crashes = state.crashes + 1 if state.crashes and state.crash_step == fault.step else 1
+    wait_s = min(limits.backoff_s * 2 ** (sum(failures.values()) - 1), limits.max_backoff_s)
+    state = replace(
+        state,
+        failures=failures,
+        crash_step=fault.step,
+        crashes=crashes,
+        retry_t=now + wait_s,
+        why=fault.message.splitlines()[0],
+    )
+    outcome = _give_up(state, fault, limits)
+    plan = outcome.reason if outcome else f"attempt {state.attempt + 1} starts in {wait_s:g} s"
+    state, actions = _kill(state, now, outcome, fault.message.splitlines()[0])
+    return state, [*actions, RecordFault(state.attempt, fault, plan)]  # writing may take time: the kill goes first
+
+
+def _give_up(state: RunState, fault: Fault, limits: Limits) -> Outcome | None:
+    """Why the run ends with this fault, or None: try again."""
+    if fault.exit_code == ExitCode.USER_ERROR:
+        return Outcome("failed", ExitCode.USER_ERROR, reason=f"not tried again, the input is wrong: {fault.message}")
+    if state.stop:
+        return replace(_stopped(state), reason=f"a fault while ending: {fault.message}")
+    if state.crashes >= limits.crash_loop:
+        where = f"at step {fault.step}" if fault.step is not None else "before the first step"
+        reason = f"crash loop: {state.crashes} attempts in a row ended {where}. The last: {fault.message}"
+        return Outcome("failed", ExitCode.FAILED, reason=reason)
+    budget = limits.max_failures[fault.cause]
+    if state.failures[fault.cause] > budget:
+        key = {
+            Cause.APPLICATION: "max_application_failures",
+            Cause.NODE: "max_node_failures",
+            Cause.HANG: "max_hangs",
+        }[fault.cause]
+        reason = (
+            f"{state.failures[fault.cause]} {fault.cause} failures since the last committed checkpoint exceed "
+            f"cluster.{key}={budget}. The last: {fault.message}"
+        )
+        return Outcome("failed", ExitCode.FAILED, reason=reason)
+    return None
+
+
+def _kill(state: RunState, now: float, outcome: Outcome | None, reason: str) -> Decision:
+    return replace(state, phase=Phase.KILLING, since_t=now, outcome=outcome), [KillRanks(reason)]
+
+
+def _await_killed(state: RunState, now: float, limits: Limits) -> Decision:
+    if not all(view.gone for view in state.ranks.values()) and now - state.since_t < limits.kill_grace_s:
+        return state, []
+    if state.outcome:
+        return _finish(state, state.outcome, state.outcome.event)
+    waiting = replace(state, phase=Phase.WAITING, since_t=now, ranks={})
+    return waiting, [RecordEnd(state.attempt, "failed")]
+
+
+def _finish(state: RunState, outcome: Outcome, attempt_word: str | None = None) -> Decision:
+    if outcome.step is None and state.committed_step >= 0:
+        outcome = replace(outcome, step=state.committed_step)
+    ended = replace(state, phase=Phase.ENDED, outcome=outcome, ranks={})
+    ends: list[Action] = [RecordEnd(state.attempt, attempt_word)] if attempt_word else []
+    return ended, [*ends, Finish(outcome)]
+
+
+def _stopped(state: RunState) -> Outcome:
+    if state.stop is Stop.INTERRUPT:
+        return Outcome("interrupted", ExitCode.INTERRUPTED)
+    return Outcome("stopped", ExitCode.STOPPED)
+
+
+def _ended_well(state: RunState, codes: list[int]) -> Outcome:
+    if ExitCode.STOPPED in codes:
+        return Outcome("stopped", ExitCode.STOPPED)
+    if ExitCode.INTERRUPTED in codes:
+        return Outcome("interrupted", ExitCode.INTERRUPTED)
+    return Outcome("completed", ExitCode.DONE)
+
+
+def _attempt_word(codes: list[int]) -> str:
+    if ExitCode.STOPPED in codes:
+        return "stopped"
+    return "interrupted" if ExitCode.INTERRUPTED in codes else "completed"

@@ -1,0 +1,214 @@
+"""What the controller knows, sees and does, as values. PURE: no clock, no process, no Ray.
+
+Takes → gives: `Observation` (what happened since the last look) goes into `policy.decide`, which
+gives the next `RunState` and the `Action`s that the controller carries out.
+Times are seconds of one monotonic clock. Own design (DESIGN section 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """Where the controller is."""
+
+    PLACING = "placing"  # slots are asked for; no rank process exists
+    RUNNING = "running"  # the ranks of an attempt were told to start
+    SUSPECTING = "suspecting"  # ranks ended because a peer failed; the culprit is still being waited for
+    KILLING = "killing"  # the attempt is over; its remaining ranks are being killed
+    WAITING = "waiting"  # all ranks are gone; the next attempt starts after the backoff
+    ENDED = "ended"  # the run is over for this controller
+
+
+class Cause(StrEnum):
+    """Whose budget a failure is charged to."""
+
+    APPLICATION = "application"  # a rank ended by its own fault or by a signal that was not ours
+    NODE = "node"  # an agent, a node or the way to it is gone
+    HANG = "hang"  # a rank was silent for too long
+
+
+class Stop(StrEnum):
+    """How somebody asked the run to end; a later one of this list overrides an earlier one."""
+
+    INTERRUPT = "interrupt"  # Ctrl-C or SIGTERM: save, exit 5
+    STOP = "stop"  # `pretrain stop`: save, exit 4
+    NOW = "now"  # kill: exit 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the policy may spend, from `config.cluster` and `config.health`."""
+
+    num_ranks: int
+    min_ranks: int
+    max_failures: Mapping[Cause, int]
+    backoff_s: float
+    heartbeat_timeout_s: float
+    start_timeout_s: float
+    max_backoff_s: float = 60.0
+    crash_loop: int = 3  # crashes in a row at one step that end the run
+    suspect_grace_s: float = 4.0  # wait for the culprit when only its victims ended (a silent node takes 3 s)
+    kill_grace_s: float = 15.0  # wait for killed ranks to be gone
+    placing_grace_s: float = 5.0  # wait for all ranks before starting with fewer
+    stop_timeout_s: float = 600.0  # from asking ranks to save until they are killed
+
+
+@dataclass(frozen=True, slots=True)
+class RankExit:
+    """A rank process ended."""
+
+    rank: int
+    code: int
+    tail: str = ""  # last lines of its log
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A heartbeat of a rank."""
+
+    rank: int
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What happened since the last look."""
+
+    free_ranks: int | None = None  # ranks that could be placed now; None while unknown
+    placed: tuple[str, ...] | None = None  # host of each rank that slots were got for
+    place_failed: str | None = None  # slots could not be got; try again
+    start_failed: str | None = None  # a rank could not be spawned; the text says why
+    exits: tuple[RankExit, ...] = ()
+    beats: tuple[Beat, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)  # rank -> what was lost (its agent went silent)
+    committed_step: int | None = None
+    stop: Stop | None = None
+    fenced: str | None = None  # the lease went to somebody else
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """What is known of one rank of the attempt."""
+
+    spawned_t: float
+    heard_t: float
+    host: str = ""
+    phase: str = "start"
+    step: int = 0
+    first_step: int | None = None  # step of its first beat out of the start phase
+    exit: RankExit | None = None
+    gone: bool = False  # ended, or lost with its node
+
+    @property
+    def trained(self) -> bool:
+        """It has come through at least one step of this attempt."""
+        return self.first_step is not None and self.step > self.first_step
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an attempt failed."""
+
+    cause: Cause
+    message: str
+    rank: int | None = None
+    exit_code: int | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ends: a terminal journal event and the exit code of the controller."""
+
+    event: str  # completed | stopped | interrupted | failed | fenced
+    exit_code: int
+    step: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """Everything that a decision depends on."""
+
+    phase: Phase = Phase.PLACING
+    since_t: float = 0.0  # when the phase began
+    attempt: int = 0  # number of the current or last attempt
+    asked: bool = False  # slots were asked for and no answer has come yet
+    ranks: Mapping[int, RankView] = field(default_factory=dict)
+    failures: Mapping[Cause, int] = field(default_factory=dict)  # since the last committed progress
+    committed_step: int = -1
+    crash_step: int | None = None  # where the last crash was
+    crashes: int = 0  # crashes in a row there
+    retry_t: float = 0.0  # the next attempt starts not before
+    stop: Stop | None = None
+    stop_t: float = 0.0
+    why: str = "first start"  # why the next attempt starts
+    outcome: Outcome | None = None  # decided; carried out when the ranks are gone
+
+    @property
+    def step(self) -> int | None:
+        """The furthest step that a rank of this attempt has begun."""
+        steps = [view.step for view in self.ranks.values() if view.first_step is not None]
+        return max(steps) if steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Get slots for `num_ranks` ranks; the answer is `placed` or `place_failed`."""
+
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartRanks:
+    """Spawn the ranks of a new attempt on the slots that were got."""
+
+    attempt: int
+    num_ranks: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskRanks:
+    """Send `stop` or `drain` to every rank."""
+
+    word: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillRanks:
+    """SIGKILL every rank of the attempt that still lives."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFault:
+    """Write a fault into the journal and tell the user."""
+
+    attempt: int
+    fault: Fault
+    plan: str  # what happens next, in words
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEnd:
+    """Write the end of an attempt into the journal."""
+
+    attempt: int
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over for this controller."""
+
+    outcome: Outcome
+
+
+Action = Place | StartRanks | AskRanks | KillRanks | RecordFault | RecordEnd | Finish
