@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, TextIO
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """What a log needs of a text stream."""
+
+    def write(self, text: str, /) -> int: ...
+
+    def flush(self) -> None: ...
 
 
 class Log:
     """Writes `HH:MM:SS r3 message key=value …` to a stream, flushed, so that a crash loses nothing."""
 
-    def __init__(self, rank: int | None = None, stream: TextIO | None = None) -> None:
+    def __init__(self, rank: int | None = None, stream: Stream | None = None) -> None:
         self._prefix = "" if rank is None else f"r{rank} "
         self._stream = stream
 

@@ -38,7 +38,7 @@ class TrainingState:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(replace(self, data=None)), "data": self.data.to_json()}  # type: ignore[arg-type]
+        return {**asdict(self), "data": self.data.to_json()}
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> TrainingState:
