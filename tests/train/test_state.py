@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
-from pretrain.data.state import DataState
+from pretrain.data.state import DataState, Segment, SegmentSource
 from pretrain.train.state import TrainingState
 
 
 def _data(next_row: int) -> DataState:
-    return DataState(next_row=next_row, seed=3, segments=())
+    source = SegmentSource("text", "0" * 64, weight=1.0, num_blocks=2, rows_per_block=32)
+    return DataState(next_row=next_row, seed=3, segments=(Segment(0, 8, 4, 2, 32, None, (source,)),))
 
 
 def test_steps_tokens_and_skips_are_counted():
