@@ -57,10 +57,12 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + options.chunk_rows)
             chunk_CD = hidden_TD[rows]
             logits_CV = (chunk_CD @ weight_VD.t()).to(sums.dtype)
-            sums += _chunk_sums(logits_CV, labels_T[rows], options, wants_gradients)
+            chunk = _Chunk.forward(logits_CV, labels_T[rows])
+            del logits_CV
+            sums += chunk.sums(options)
             if grad_hidden_TD is None or grad_weight_VD is None:
                 continue
-            grad_logits_CV = logits_CV.to(hidden_TD.dtype)  # _chunk_sums left the gradient in its place
+            grad_logits_CV = chunk.gradient_(options).to(hidden_TD.dtype)
             torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[rows])
             if grad_weight_VD.dtype == grad_logits_CV.dtype:
                 grad_weight_VD.addmm_(grad_logits_CV.t(), chunk_CD)
@@ -85,26 +87,45 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _chunk_sums(logits_CV: Tensor, labels_C: Tensor, options: LossOptions, wants_gradients: bool) -> Tensor:
-    """[objective, nll, z] of one chunk; with wants_gradients the logits become d objective / d logits in place."""
-    counts_C = labels_C != IGNORED_LABEL
-    # An ignored row looks at class 0 and is multiplied away: shapes stay static, nothing waits for a device.
-    targets_C1 = torch.where(counts_C, labels_C, 0).unsqueeze(1)
-    weights_C = counts_C.to(logits_CV.dtype)
-    lse_C = torch.logsumexp(logits_CV, dim=1)
-    nll_C = lse_C - logits_CV.gather(1, targets_C1).squeeze(1)
-    square_C = lse_C.square()
-    objective_C = nll_C
-    smoothing = options.label_smoothing
-    if smoothing:
-        objective_C = (1.0 - smoothing) * nll_C + smoothing * (lse_C - logits_CV.mean(dim=1))
-    if options.z_loss:
-        objective_C = objective_C + options.z_loss * square_C
-    sums = torch.where(counts_C, torch.stack((objective_C, nll_C, square_C)), 0.0).sum(dim=1)
-    if wants_gradients:
-        row_scale_C = weights_C * (1.0 + 2.0 * options.z_loss * lse_C) if options.z_loss else weights_C
-        logits_CV.sub_(lse_C.unsqueeze(1)).exp_().mul_(row_scale_C.unsqueeze(1))
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Rows of one chunk after the forward pass; an ignored row looks at class 0 and is multiplied away.
+
+    So shapes stay static and nothing waits for a device. Shapes [C, V], [C, 1], [C] and [C].
+    """
+
+    log_softmax: Tensor
+    targets: Tensor
+    counts: Tensor
+    lse: Tensor
+
+    @classmethod
+    def forward(cls, logits_CV: Tensor, labels_C: Tensor) -> _Chunk:
+        counts_C = labels_C != IGNORED_LABEL
+        targets_C1 = torch.where(counts_C, labels_C, 0).unsqueeze(1)
+        # One fused pass; a third of the time of logsumexp followed by exp(logits - lse).
+        log_softmax_CV = torch.log_softmax(logits_CV, dim=1)
+        lse_C = (logits_CV.gather(1, targets_C1) - log_softmax_CV.gather(1, targets_C1)).squeeze(1)
+        return cls(log_softmax_CV, targets_C1, counts_C, lse_C)
+
+    def sums(self, options: LossOptions) -> Tensor:
+        """[objective, nll, z] over the rows that count."""
+        nll_C = -self.log_softmax.gather(1, self.targets).squeeze(1)
+        square_C = self.lse.square()
+        objective_C = nll_C
+        smoothing = options.label_smoothing
         if smoothing:
-            logits_CV.sub_((weights_C * (smoothing / logits_CV.shape[1])).unsqueeze(1))
-        logits_CV.scatter_add_(1, targets_C1, (weights_C * (smoothing - 1.0)).unsqueeze(1))
-    return sums
+            objective_C = (1.0 - smoothing) * nll_C - smoothing * self.log_softmax.mean(dim=1)
+        if options.z_loss:
+            objective_C = objective_C + options.z_loss * square_C
+        return torch.where(self.counts, torch.stack((objective_C, nll_C, square_C)), 0.0).sum(dim=1)
+
+    def gradient_(self, options: LossOptions) -> Tensor:
+        """d objective / d logits, written over the log-softmax."""
+        smoothing = options.label_smoothing
+        weights_C = self.counts.to(self.lse.dtype)
+        row_scale_C = weights_C * (1.0 + 2.0 * options.z_loss * self.lse) if options.z_loss else weights_C
+        grad_CV = self.log_softmax.exp_().mul_(row_scale_C.unsqueeze(1))
+        if smoothing:
+            grad_CV.sub_((weights_C * (smoothing / grad_CV.shape[1])).unsqueeze(1))
+        return grad_CV.scatter_add_(1, self.targets, (weights_C * (smoothing - 1.0)).unsqueeze(1))

@@ -1,0 +1,74 @@
+"""Small models and batches that the tests of this room share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pretrain.config.schema import DecoderConfig, EncoderDecoderConfig
+from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
+
+VOCABULARY = 101
+
+
+def decoder_config(**changes: Any) -> DecoderConfig:
+    values: dict[str, Any] = {
+        "vocabulary_size": VOCABULARY, "width": 32, "num_heads": 4, "num_kv_heads": 2, "feed_forward_width": 48,
+        "num_layers": 2,
+    }  # fmt: skip
+    return DecoderConfig(**(values | changes))
+
+
+def encoder_decoder_config(**changes: Any) -> EncoderDecoderConfig:
+    values: dict[str, Any] = {
+        "vocabulary_size": VOCABULARY, "width": 32, "num_heads": 4, "feed_forward_width": 48,
+        "num_encoder_layers": 2, "num_decoder_layers": 2,
+    }  # fmt: skip
+    return EncoderDecoderConfig(**(values | changes))
+
+
+def random_ids(count: int, seed: int = 0, vocabulary_size: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(0, vocabulary_size, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(
+    ids: torch.Tensor,
+    lengths: Sequence[int],
+    labels: torch.Tensor,
+    source: tuple[torch.Tensor, Sequence[int]] | None = None,
+    *,
+    dropout_key: int = 77,
+) -> Batch:
+    return Batch(
+        index=0,
+        decoder_ids=ids,
+        decoder_info=SeqInfo.from_lengths(list(lengths)),
+        labels=labels,
+        encoder_ids=None if source is None else source[0],
+        encoder_info=None if source is None else SeqInfo.from_lengths(list(source[1])),
+        dropout_key=dropout_key,
+        target_tokens=int((labels != IGNORED_LABEL).sum()),
+        target_bytes=0,
+        digest=0,
+    )
+
+
+def lm_batch(lengths: Sequence[int], *, seed: int = 0, vocabulary_size: int = VOCABULARY) -> Batch:
+    """Next-token batch of random documents; the last token of each has no label."""
+    ids = random_ids(sum(lengths), seed, vocabulary_size)
+    labels = ids.roll(-1)
+    labels[torch.tensor(list(lengths)).cumsum(0) - 1] = IGNORED_LABEL
+    return make_batch(ids, lengths, labels)
+
+
+def pair_batch(source_lengths: Sequence[int], target_lengths: Sequence[int], *, seed: int = 0) -> Batch:
+    """Source and target documents of random ids; every target position has a label."""
+    count = sum(target_lengths)
+    return make_batch(
+        random_ids(count, seed),
+        target_lengths,
+        random_ids(count, seed + 1),
+        (random_ids(sum(source_lengths), seed + 2), source_lengths),
+    )
