@@ -89,7 +89,9 @@ def compare_records(untouched: Records, killed: Records, total_steps: int) -> li
         first = wrong[0] if wrong else total_steps
         comparisons.append(
             Comparison(
-                f"{name}, {total_steps} steps" if not wrong else f"{name}, step {first} ({len(wrong)} of {total_steps})",
+                f"{name}, {total_steps} steps"
+                if not wrong
+                else f"{name}, step {first} ({len(wrong)} of {total_steps})",
                 _show(reference.get(first, {}), field),
                 _show(final.get(first, {}), field),
                 not wrong,

@@ -79,7 +79,7 @@ def translate_ids(
     if not source_ids:
         raise UserError("the source has no token. An encoder-decoder needs something to read. Give a source text.")
     with torch.inference_mode(), _evaluating(model):
-        encoded_TD = model.encode(_tensor(model, source_ids))  # type: ignore[operator]
+        encoded_TD = model.encode(_tensor(model, source_ids))
     cache = cast(Decodes, model).new_cache(1 + stop.max_tokens, encoded_TD)
     return _decode(model, cache, [start_id], sampling, stop)
 

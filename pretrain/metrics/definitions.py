@@ -35,7 +35,6 @@ STEP_FIELDS = _ledger(
     ("t", "s", "Unix time at which the record was made"),
     ("step", "steps", "optimizer steps done, this one included"),
     ("loss", "nats/token", "negative log-likelihood of the step's targets: sum over all ranks / their number"),
-    ("objective", "nats/token", "what was minimised: label smoothing and z-loss included"),
     ("z_loss", "1", "mean over targets of logsumexp^2, unweighted"),
     ("learning_rate", "1", "rate that this step was taken with"),
     ("gradient_norm", "1", "global L2 norm of the gradient BEFORE clipping"),
@@ -51,8 +50,7 @@ STEP_FIELDS = _ledger(
     ("tokens_per_second", "tokens/s", "targets since the last record / time in those steps, all ranks"),
     ("mfu", "1", "model FLOPs of a step / (step_s x ranks x peak FLOP/s of a rank)"),
     ("eta_s", "s", "expected time to the last step, validation and saving included"),
-    ("memory_bytes", "bytes", "peak memory of rank 0: device memory on CUDA, resident set on CPU"),
-    ("validation_s", "s", "wall time of a validation"),
+    ("validation_s", "s", "wall time of the validation, all sources; in validation records only"),
 )
 
 VALIDATION_FIELDS = _ledger(

@@ -1,8 +1,8 @@
 """Peak FLOP/s of one rank, the denominator of MFU: configured, looked up (CUDA) or measured (CPU).
 
 The CPU number is the best rate of a short square matrix product in the run's dtype with the rank's
-threads: what this machine's BLAS reaches, not a data sheet's. A rank measures its own cores while
-the others wait, so on a busy machine the number is lower and MFU higher than the truth.
+threads: what this machine's BLAS reaches, not a data sheet's. Ranks measure at the same moment, as
+they train; other work on the machine makes the number lower and MFU higher than the truth.
 """
 
 from __future__ import annotations
