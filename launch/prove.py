@@ -9,6 +9,7 @@ never a proof.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 import uuid
@@ -188,7 +189,7 @@ def _fire(run: TrialRun, kill: PlannedKill, step_s: float, fired: list[FiredKill
 def _step_seconds(run: RunDirectory) -> float:
     """Median time from one step's record to the next, saving included."""
     times = [record["t"] for record in history(read_attempts(run.store)) if "validation" not in record]
-    return statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def _compare(untouched: RunDirectory, killed: RunDirectory, total_steps: int) -> list[Comparison]:

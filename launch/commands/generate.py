@@ -55,7 +55,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Loads run, tokenizer and weights, generates, prints the text (after its prompt) or JSON."""
     from pretrain.checkpoint import list_checkpoints, read_weights
-    from pretrain.data.tokenizer import Tokenizer
     from pretrain.generate.load import load_model
     from pretrain.generate.sampling import SamplingOptions
     from pretrain.generate.text import generate_text
