@@ -21,7 +21,7 @@ GREEDY = SamplingOptions()
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train_bpe(["the cat sat on the mat, the dog sat on the log"] * 3, 280)
+    return train_bpe(["the cat sat on the mat, the dog sat on the log"] * 3, 270)
 
 
 def _config(family: str, vocabulary_size: int) -> RunConfig:
