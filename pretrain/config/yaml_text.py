@@ -81,6 +81,8 @@ class _Builder:
             return None
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node)
+        if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            return self._tag(node)
         if id(node) in self._open:
             self._problem(node, "an alias that contains itself. Values must end somewhere. Write it out")
             return None
@@ -96,8 +98,10 @@ class _Builder:
         if node.tag == "tag:yaml.org,2002:str":
             quoted = node.style is not None
             return node.value if quoted else plain_scalar(node.value)
+        return self._tag(node)
+
+    def _tag(self, node: yaml.Node) -> None:
         self._problem(node, f"the tag {node.tag}. Tags are not supported. Remove it, quote text if needed")
-        return None
 
     def _mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
         result: dict[str, Any] = {}

@@ -1,0 +1,81 @@
+"""Each rule between fields, broken once, with its whole text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from pretrain.config import config_from_dict
+from tests.config.base import changed, problems_of, values
+
+BROKEN: list[tuple[dict[str, Any], str]] = [
+    (
+        {"batch.micro_batch_size": 16},
+        "batch.global_batch_size=8 is not a multiple .* Set batch.global_batch_size=16 or",
+    ),
+    ({"data.lanes": 6}, "data.lanes=6 is not a power of two. .* Set data.lanes=4."),
+    (
+        {"objective": {"kind": "seq2seq"}, "batch.source_length": 8},
+        "objective.kind=seq2seq does not fit model.family=decoder",
+    ),
+    ({"batch.source_length": 8}, "batch.source_length=8 has no effect with objective.kind=causal_lm"),
+    ({"eval.every_steps": 5}, "eval.every_steps=5 has no effect without data.validation"),
+    ({"model.width": 30}, "model.width=30 is not a multiple of model.num_heads=4"),
+    ({"model.head_width": 7}, "a head of width 7 is odd"),
+    ({"model.num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=4"),
+    (
+        {"schedule.warmup_steps": 11},
+        "schedule.warmup_steps=11 and schedule.decay_steps=0 exceed schedule.total_steps=10",
+    ),
+    ({"schedule.decay_steps": 2}, "schedule.decay_steps=2 has no effect with schedule.kind=constant"),
+    ({"schedule.kind": "inverse_sqrt"}, "schedule.warmup_steps=0 with schedule.kind=inverse_sqrt"),
+    (
+        {"health.data_timeout_s": "2m"},
+        "health.data_timeout_s=120, .* do not rise. The rule is data < collective < heartbeat",
+    ),
+    ({"cluster.min_ranks": 2}, "cluster.min_ranks=2 is above cluster.num_ranks=1"),
+]
+
+
+def with_values(changes: dict[str, Any]) -> dict[str, Any]:
+    content = values()
+    for path, value in changes.items():
+        section, _, key = path.partition(".")
+        if key:
+            content.setdefault(section, {})[key] = value
+        else:
+            content[section] = value
+    return content
+
+
+@pytest.mark.parametrize(("changes", "problem"), BROKEN, ids=[next(iter(changes)) for changes, _ in BROKEN])
+def test_a_broken_rule_names_field_rule_and_remedy(changes: dict[str, Any], problem: str) -> None:
+    problems = problems_of(with_values(changes))
+    assert len(problems) == 1
+    assert re.search(problem, problems[0])
+    assert problems[0].count(". ") >= 2  # what is wrong, the rule, what to do
+
+
+def test_the_encoder_decoder_has_rules_of_its_own() -> None:
+    model = {
+        "family": "encoder_decoder", "vocabulary_size": 300, "width": 33, "num_heads": 3, "feed_forward_width": 64,
+        "num_encoder_layers": 1, "num_decoder_layers": 1,
+    }  # fmt: skip
+    assert [problem.split(".")[0:2] for problem in problems_of(changed("model", model))] == [
+        ["objective", "kind=causal_lm does not fit model"],
+        ["model", "width=33 is odd"],
+    ]
+    content = with_values({"model": {**model, "width": 36}, "objective": {"kind": "seq2seq"}})
+    assert problems_of(content) == [
+        "batch.source_length is missing. A pair source is packed for a source and a target capacity. "
+        "Set batch.source_length to the source capacity given to data build."
+    ]
+    content["batch"]["source_length"] = 16
+    assert config_from_dict(content).model.family == "encoder_decoder"
+
+
+def test_rules_on_sound_sections_are_told_while_another_section_is_broken() -> None:
+    problems = problems_of(with_values({"schedule": None, "data.lanes": 6}))
+    assert [problem.split(" ")[0] for problem in problems] == ["schedule=null", "data.lanes=6"]
