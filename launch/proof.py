@@ -36,18 +36,20 @@ class PlannedKill:
 
 
 def plan_kills(count: int, *, total_steps: int, num_ranks: int, seed: int) -> list[PlannedKill]:
-    """Kills at random moments between the first step and the last but one, ranks and whole process by turns.
+    """Kills at random moments after the first step and before the last tenth, ranks and whole process by turns.
+
+    The last tenth (one step at least) stays free, because a kill must find the run alive.
 
     Raises:
         UserError: fewer than one kill, or a run too short to be killed between two steps that often.
     """
     if count < 1:
         raise UserError(f"--kills={count} proves nothing. At least one kill is needed. Set --kills 1 or more.")
-    moments = range(1, total_steps - 1)
+    moments = range(1, total_steps - max(1, total_steps // 10))
     if len(moments) < count:
         raise UserError(
             f"--kills={count} do not fit into schedule.total_steps={total_steps}. Each kill needs a step of its own "
-            f"after the first and before the last. Set schedule.total_steps={count + 2} or more, or fewer kills."
+            f"after the first and before the last tenth. Set schedule.total_steps={2 * count + 2}, or fewer kills."
         )
     draw = random.Random(seed)
     steps = sorted(draw.sample(moments, count))

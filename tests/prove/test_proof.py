@@ -28,7 +28,7 @@ def test_the_plan_follows_the_seed_alone() -> None:
     assert plans[0] == plans[1] != plans[2]
 
 
-@pytest.mark.parametrize(("kills", "steps", "text"), [(0, 10, "--kills=0"), (9, 10, "schedule.total_steps=11")])
+@pytest.mark.parametrize(("kills", "steps", "text"), [(0, 10, "--kills=0"), (9, 10, "schedule.total_steps=20")])
 def test_a_plan_that_proves_nothing_or_does_not_fit_is_refused(kills: int, steps: int, text: str) -> None:
     with pytest.raises(UserError, match=text):
         plan_kills(kills, total_steps=steps, num_ranks=1, seed=0)
