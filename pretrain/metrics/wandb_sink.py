@@ -18,6 +18,7 @@ import uuid
 from typing import Any
 
 from pretrain.config.schema import RunConfig
+from pretrain.errors import UserError
 from pretrain.log import Log
 from pretrain.metrics.history import read_attempts
 from pretrain.metrics.sinks import MetricsHome, finite
@@ -81,7 +82,7 @@ class WandbSink:
             while (record := self._records.get()) is not None:
                 run.log(flatten(record), step=logged)
                 logged += 1
-            run.finish(quiet=True)
+            run.finish()
             _teardown()  # ends wandb's service process now instead of at exit
         except BaseException as error:  # wandb also raises SystemExit and bare exceptions of its service
             self._off = True
@@ -114,6 +115,8 @@ class WandbSink:
     def _init(self, wandb_id: str, mode: str) -> Any:
         import wandb
 
+        if mode == "online" and not wandb.login(prompt=False, verify=False):  # init would ask a person at the terminal
+            raise UserError("no API key is configured (wandb login, or WANDB_API_KEY)")
         root = self._run_directory.store.local_path("")
         settings = wandb.Settings(
             init_timeout=self._init_timeout_s,

@@ -58,7 +58,9 @@ def _offline_files(root: Path) -> list[Path]:
     return sorted(root.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_is_dropped(tmp_path: Path) -> None:
+def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_is_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, home = run_config("offline"), Home(tmp_path)
     for attempt, steps in ((1, range(1, 9)), (2, range(6, 11))):
         sinks = open_sinks(config, home, World(), attempt)
@@ -69,6 +71,7 @@ def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_i
         for sink in sinks:
             sink.close()
         time.sleep(1.1 if attempt == 1 else 0)  # wandb names its directories by the second
+    assert capsys.readouterr() == ("", "")
     files = _offline_files(tmp_path)
     assert len(files) == 2  # one per attempt, whatever the number of ranks
     first, second = (_read(file) for file in files)
@@ -94,9 +97,26 @@ def test_a_dead_server_costs_one_warning_and_the_records_are_kept_offline(
         sink.write({"step": step, "loss": 1.0})
     assert time.monotonic() - start < 0.5  # the loop does not wait for the server
     sink.close()
-    assert capsys.readouterr().err.count("WARNING wandb is offline") == 1
+    warnings = capsys.readouterr().err
+    assert warnings.count("WARNING") == warnings.count("wandb is offline for this attempt: CommError") == 1
     (file,) = _offline_files(tmp_path)
     assert [row["step"] for row in _read(file)[1]] == [1, 2, 3, 4, 5]
+
+
+def test_without_an_api_key_nobody_is_asked_and_the_records_are_kept_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    sink = WandbSink(run_config("online"), Home(tmp_path), 1)
+    sink.write({"step": 1})
+    sink.close()
+    warnings = capsys.readouterr().err
+    assert warnings.count("WARNING") == warnings.count("offline for this attempt: UserError: no API key") == 1
+    (file,) = _offline_files(tmp_path)
+    assert [row["step"] for row in _read(file)[1]] == [1]
 
 
 def test_a_directory_that_wandb_cannot_use_ends_in_one_warning(
