@@ -12,6 +12,8 @@ import json
 import time
 from dataclasses import dataclass, replace
 
+import torch
+
 from pretrain.data.batch import sum_digests
 from pretrain.data.loader import StepData
 from pretrain.engine.distributed import all_reduce_sums, gather_texts
@@ -49,9 +51,7 @@ class StepRecord:
     agreed: Agreement
     outcome: StepOutcome
     learning_rate: float
-    objective: float
-    nll: float
-    z_loss: float
+    sums: torch.Tensor  # float64 [3]: objective, nll, z-loss; stays on the device until a record is written
     data_wait_s: float
 
 
@@ -132,21 +132,19 @@ def _optimize(
     training: Training, state: TrainingState, data: StepData, agreed: Agreement, data_wait_s: float
 ) -> StepRecord:
     """Forward and backward over this rank's micro-batches, then the optimizer step. A collective."""
-    objective = nll = z_loss = 0.0
+    total = torch.zeros(3, dtype=torch.float64, device=training.place.device)
     for batch in data.batches:
         sums = training.engine.micro_step(batch.to(training.place.device), global_target_tokens=agreed.target_tokens)
         training.place.heartbeat.phase("step", state.step)
-        objective += float(sums.objective)
-        nll += float(sums.nll)
-        z_loss += float(sums.z_loss)
+        total += torch.stack(sums)
     learning_rate = learning_rate_at(state.step, training.config.optimizer.learning_rate, training.config.schedule)
     outcome = training.engine.step(learning_rate)
-    return StepRecord(agreed, outcome, learning_rate, objective, nll, z_loss, data_wait_s)
+    return StepRecord(agreed, outcome, learning_rate, total, data_wait_s)
 
 
 def _log_step(training: Training, state: TrainingState, record: StepRecord) -> None:
     """Sums the losses over the ranks and hands a record to the sinks. A collective."""
-    objective, nll, z_loss = all_reduce_sums([record.objective, record.nll, record.z_loss])
+    objective, nll, z_loss = all_reduce_sums(record.sums.tolist())
     targets = max(1, record.agreed.target_tokens)
     training.write_record(
         {
