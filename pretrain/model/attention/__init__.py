@@ -32,8 +32,8 @@ def backend_names() -> list[str]:
     return list(_BACKENDS)
 
 
-def choose_backend(requested: str, rules: AttentionRules) -> str:
-    """The backend that runs: `auto` decides, a name is taken at its word.
+def choose_backend(requested: str, *, softcap: float | None = None) -> str:
+    """The backend that runs (worth a line in the log): `auto` decides, a name is taken at its word.
 
     Raises:
         UserError: an unknown name, or one that cannot compute these rules.
@@ -44,7 +44,7 @@ def choose_backend(requested: str, rules: AttentionRules) -> str:
         raise UserError(
             f"model.attention={requested} is unknown. Backends are auto, {', '.join(_BACKENDS)}. Set one of them."
         )
-    if requested == "sdpa" and rules.softcap is not None:
+    if requested == "sdpa" and softcap is not None:
         raise UserError(
             "model.attention=sdpa cannot cap scores (softcap). No SDPA kernel does. "
             "Set model.attention=auto, split or reference."
@@ -84,4 +84,4 @@ def attend(
             f"{len(q_info.lengths)} query and {len(k_info.lengths)} key documents, {q_THK.shape[1]} query and "
             f"{k_TGK.shape[1]} key heads: documents must pair up and heads must group"
         )
-    return _BACKENDS[choose_backend(backend, rules)](q_THK, k_TGK, v_TGK, q_info, k_info, rules)
+    return _BACKENDS[choose_backend(backend, softcap=softcap)](q_THK, k_TGK, v_TGK, q_info, k_info, rules)

@@ -1,0 +1,128 @@
+"""The fused loss against torch's own cross-entropy on whole logits, in float64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
+from pretrain.sequence import IGNORED_LABEL
+
+OPTIONS = [
+    LossOptions(chunk_rows=1000),
+    LossOptions(chunk_rows=7),
+    LossOptions(label_smoothing=0.1, chunk_rows=7),
+    LossOptions(z_loss=0.01, chunk_rows=1),
+    LossOptions(label_smoothing=0.2, z_loss=0.01, chunk_rows=10),
+]
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(30, 8, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(50, 8, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, 50, (30,), generator=generator)
+    labels[[0, 5, 6, 7, 29]] = IGNORED_LABEL
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, options: LossOptions) -> torch.Tensor:
+    logits = hidden @ weight.T
+    loss = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=options.label_smoothing)
+    return loss + options.z_loss * torch.logsumexp(logits, dim=1).square()[labels != IGNORED_LABEL].sum()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_value_and_gradients_equal_the_plain_loss(options: LossOptions) -> None:
+    hidden, weight, labels = inputs()
+    sums = fused_linear_cross_entropy(hidden, weight, labels, options)
+    found = torch.autograd.grad(3.0 * sums.objective, (hidden, weight))
+    right = plain(hidden, weight, labels, options)
+    torch.testing.assert_close(sums.objective, right)
+    for ours, theirs in zip(found, torch.autograd.grad(3.0 * right, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(sums.nll, functional.cross_entropy(logits, labels, reduction="sum"))
+    torch.testing.assert_close(sums.z_loss, torch.logsumexp(logits, 1).square()[labels != IGNORED_LABEL].sum())
+
+
+def test_label_smoothing_counts_only_real_targets() -> None:
+    hidden, weight, labels = inputs()
+    kept = labels != IGNORED_LABEL
+    options = LossOptions(label_smoothing=0.1, z_loss=0.01, chunk_rows=4)
+    padded = fused_linear_cross_entropy(hidden, weight, labels, options)
+    alone = fused_linear_cross_entropy(hidden[kept], weight, labels[kept], options)
+    for found, right in zip(padded, alone, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_all_labels_ignored_gives_zero_and_zero_gradients() -> None:
+    hidden, weight, labels = inputs()
+    sums = fused_linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED_LABEL), LossOptions(0.1, 0.01, 8))
+    sums.objective.backward()
+    assert [value.item() for value in sums] == [0.0, 0.0, 0.0]
+    assert hidden.grad.abs().sum() == 0
+    assert weight.grad.abs().sum() == 0
+
+
+def test_micro_batches_sum_to_the_whole() -> None:
+    hidden, weight, labels = inputs()
+    whole = torch.autograd.grad(fused_linear_cross_entropy(hidden, weight, labels, LossOptions()).objective, weight)[0]
+    parts = sum(
+        torch.autograd.grad(
+            fused_linear_cross_entropy(hidden[rows], weight, labels[rows], LossOptions()).objective, weight
+        )[0]
+        for rows in (slice(0, 11), slice(11, 30))
+    )
+    torch.testing.assert_close(parts, whole)
+
+
+def test_bf16_inputs_keep_an_fp32_sum_and_gradients_as_exact_as_plain_ones() -> None:
+    hidden, weight, labels = inputs(torch.bfloat16)
+    sums = fused_linear_cross_entropy(hidden, weight, labels, LossOptions(chunk_rows=7))
+    assert sums.objective.dtype == sums.nll.dtype == torch.float32
+    found = torch.autograd.grad(sums.objective, (hidden, weight))
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    right = plain(*wide, labels, LossOptions())
+    exact = torch.autograd.grad(right, wide)
+    naive = torch.autograd.grad(
+        functional.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum"), (hidden, weight)
+    )
+    assert sums.objective.item() == pytest.approx(right.item(), rel=2e-3)
+    for ours, theirs, reference in zip(found, naive, exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        error, naive_error = ((x.double() - reference).norm() / reference.norm() for x in (ours, theirs))
+        assert error <= 2 * naive_error + 1e-4
+
+
+def test_without_gradients_only_the_sums_are_computed() -> None:
+    hidden, weight, labels = inputs()
+    with torch.no_grad():
+        sums = fused_linear_cross_entropy(hidden, weight, labels, LossOptions(chunk_rows=7))
+    assert not sums.objective.requires_grad
+    torch.testing.assert_close(sums.objective, plain(hidden, weight, labels, LossOptions()).detach())
+
+
+def test_the_logits_never_exist_as_a_whole() -> None:
+    """Peak memory of forward and backward, each in its own process; whole logits alone are 256 MB in fp32."""
+    script = textwrap.dedent("""
+        import resource, sys, torch
+        from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
+        torch.set_num_threads(1)
+        hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(16384, 16, requires_grad=True)
+        labels = torch.zeros(4096, dtype=torch.int64)
+        def run(count):
+            sums = fused_linear_cross_entropy(hidden[:count], weight, labels[:count], LossOptions(chunk_rows=256))
+            sums.objective.backward()
+        run(256)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        run(4096)
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    assert float(done.stdout) < 64
