@@ -234,6 +234,15 @@ class EngineConfig(Section):
     allgather_bucket_elements: PositiveInt = setting(
         "weight elements gathered at once", resume="logged", default=5_000_000
     )
+    persistence_threshold_elements: Count = setting(
+        "stage 3: parameters with fewer elements stay whole on every rank", resume="free", default=100_000
+    )
+    reduce_once: Flag = setting(
+        "stages 2 and 3: keep the whole gradient until the step's last micro-batch and reduce it once, instead of "
+        "after every backward pass; less traffic for the memory of one full gradient",
+        resume="logged",
+        default=False,
+    )
     overlap_communication: Flag = setting("reduce while the backward pass runs (CUDA)", resume="logged", default=False)
 
 

@@ -9,7 +9,7 @@ imports deepspeed. Source: own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -23,43 +23,98 @@ class Fragment:
     Attributes:
         name: parameter name.
         shape: shape of the whole parameter.
-        numel: elements of the whole parameter.
         start: first element of the range.
         tensors: key -> 1-D view of the range; all of one length; always holds "master".
     """
 
     name: str
     shape: tuple[int, ...]
-    numel: int
     start: int
     tensors: dict[str, torch.Tensor]
 
     @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
     def length(self) -> int:
+        """Elements of this range."""
         return self.tensors[MASTER].numel()
+
+    def cut(self, first: int, last: int) -> Fragment:
+        """The part whose elements have numbers first <= i < last within the parameter."""
+        low, high = first - self.start, last - self.start
+        return Fragment(self.name, self.shape, first, {key: view[low:high] for key, view in self.tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class StateSpec:
-    """What the optimizer keeps beside the weights: per-element keys and per-group numbers."""
+class OptimizerSpec:
+    """What the optimizer keeps beside the weights once it has stepped.
 
+    Attributes:
+        kind: name of its class.
+        element_keys: state with one number per weight, for example exp_avg.
+        scalar_keys: state with one number per group, for example step.
+    """
+
+    kind: str
     element_keys: tuple[str, ...]
     scalar_keys: tuple[str, ...]
 
 
+Scalars = dict[str, dict[str, float]]  # parameter group -> key -> value
+
+
+@runtime_checkable
 class Stateful(Protocol):
     """The engine as checkpoint/ sees it."""
 
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every trained parameter with its whole shape, the same on every rank."""
+        ...
 
-    def state_spec(self) -> StateSpec: ...
+    def optimizer_spec(self) -> OptimizerSpec: ...
 
-    def fragments(self) -> list[Fragment]: ...
+    def fragments(self) -> list[Fragment]:
+        """This rank's share: over all ranks every element is in exactly one fragment."""
+        ...
 
-    def optimizer_scalars(self) -> dict[str, dict[str, float]]: ...
+    def optimizer_scalars(self) -> Scalars: ...
 
-    def hyperparameters(self) -> dict[str, dict[str, object]]: ...
+    def hyperparameters(self) -> dict[str, dict[str, Any]]: ...
 
-    def begin_restore(self, element_keys: tuple[str, ...], scalars: dict[str, dict[str, float]]) -> list[Fragment]: ...
+    def begin_restore(self, element_keys: tuple[str, ...], scalars: Scalars) -> list[Fragment]:
+        """The fragments that the caller fills, replicated ones whole on every rank."""
+        ...
 
     def end_restore(self) -> None: ...
+
+
+def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    """Learns the state keys of an optimizer by letting a twin step one tiny parameter."""
+    parameter = torch.zeros(2)
+    parameter.grad = torch.zeros(2)
+    group = {key: value for key, value in optimizer.param_groups[0].items() if key in optimizer.defaults}
+    twin = type(optimizer)([{**group, "params": [parameter]}])  # type: ignore[call-arg]
+    twin.step()
+    state = {key: value for key, value in twin.state[parameter].items() if value is not None}
+    elements = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() == 2]
+    scalars = [key for key in state if key not in elements]
+    return OptimizerSpec(type(optimizer).__name__, tuple(sorted(elements)), tuple(sorted(scalars)))
+
+
+def share_of_replicated(fragments: list[Fragment], rank: int, size: int) -> list[Fragment]:
+    """Rank's contiguous 1/size of parameters that every rank holds whole, cut anywhere."""
+    total = sum(fragment.length for fragment in fragments)
+    first, last = total * rank // size, total * (rank + 1) // size
+    mine, position = [], 0
+    for fragment in fragments:
+        low, high = max(first - position, 0), min(last - position, fragment.length)
+        if low < high:
+            mine.append(fragment.cut(fragment.start + low, fragment.start + high))
+        position += fragment.length
+    return mine

@@ -1,0 +1,298 @@
+"""The engine: DeepSpeed behind the few calls that the loop needs.
+
+takes -> model (fp32, initial weights), config, place; then micro-batches; gives -> sums, outcomes, and
+its state as fragments. Invariants: the gradient is that of the objective's sum divided once by the
+global number of targets, whatever the split over ranks and micro-batches; masters start at the exact
+fp32 weights of the model; a non-finite gradient changes nothing on any rank at any stage; evaluation
+touches no training state. Every method is a collective unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from pretrain.config.schema import RunConfig
+from pretrain.engine.distributed import collective, limit_collectives
+from pretrain.engine.layout import find_holders, find_slots, publish_masters, release_weights
+from pretrain.engine.quiet import load_deepspeed, silenced
+from pretrain.engine.state import MASTER, Fragment, OptimizerSpec, Scalars, probe_optimizer, share_of_replicated
+from pretrain.engine.zero import accumulation_steps, clips_itself, deepspeed_config
+from pretrain.errors import PretrainError
+from pretrain.loss.sums import LossSums
+from pretrain.optim.groups import parameter_groups
+from pretrain.optim.optimizers import build_optimizer
+from pretrain.sequence import Batch
+from pretrain.topology import World
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What an optimizer step did, the same on every rank.
+
+    Attributes:
+        applied: False when the gradient was not finite and nothing changed.
+        gradient_norm: global L2 norm before clipping; inf when not applied.
+    """
+
+    applied: bool
+    gradient_norm: float
+
+
+class Engine:
+    """One model, its optimizer and its sharding on this rank.
+
+    Attributes:
+        accumulation_steps: micro-batches of this rank per step, empty ones included.
+        deepspeed_engine: for benchmarks; nobody else calls it.
+    """
+
+    def __init__(self, model: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
+        """Shards the model. `start_process_group` comes first.
+
+        Raises:
+            PretrainError: DeepSpeed understood the config otherwise than it was meant.
+        """
+        self.accumulation_steps = accumulation_steps(config.batch, world.size)
+        self._world, self._config, self._device = world, config.engine, device
+        self._clipping = config.optimizer.gradient_clipping
+        self._clips_itself = clips_itself(config.engine)
+        self._microstep = 0
+        self._reduction: ExitStack | None = None
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        deepspeed = load_deepspeed(device)
+        optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
+        self._spec = probe_optimizer(optimizer)
+        self._group_names = [str(group["name"]) for group in optimizer.param_groups]
+        initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        settings = deepspeed_config(config.engine, config.batch, config.optimizer, world.size)
+        with collective("deepspeed initialize"), silenced():
+            self.deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        limit_collectives(timedelta(seconds=config.health.collective_timeout_s))
+        self._gathered = deepspeed.zero.GatheredParameters
+        self._check_understood(settings)
+        self._start_exactly(initial)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model; at stage 3 its parameters are sharded. No collective."""
+        module: nn.Module = self.deepspeed_engine.module
+        return module
+
+    # --------------------------------------------------------------------------------------- training
+
+    def micro_step(self, batch: Batch, *, global_target_tokens: int) -> LossSums:
+        """Forward and backward of one micro-batch; gives its detached sums.
+
+        Args:
+            global_target_tokens: targets of the whole step over all ranks; 0 gives a zero gradient.
+
+        Raises:
+            PeerFailedError: another rank is gone.
+            RuntimeError: more calls than `accumulation_steps` without `step`.
+        """
+        if self._microstep == self.accumulation_steps:
+            raise RuntimeError(f"micro_step called more than {self.accumulation_steps} times before step")
+        engine = self.deepspeed_engine
+        first, last = self._microstep == 0, self._microstep == self.accumulation_steps - 1
+        with collective("forward and backward"):
+            if first and self._config.reduce_once and self._config.zero_stage >= 2 and not last:
+                self._reduction = ExitStack()
+                self._reduction.enter_context(engine.coalesce_grad_reduction())
+            elif self._reduction is None:
+                engine.set_gradient_accumulation_boundary(last)
+            sums: LossSums = engine(batch)
+            # DeepSpeed divides by the ranks (gradient average) and by the accumulation steps (backward).
+            scale = self._world.size * self.accumulation_steps / max(1, global_target_tokens)
+            engine.backward(sums.objective * scale)
+            if last and self._reduction is not None:
+                self._reduction.close()
+                self._reduction = None
+                engine.set_gradient_accumulation_boundary(True)
+        self._microstep += 1
+        return LossSums(*(value.detach() for value in sums))
+
+    def step(self, learning_rate: float) -> StepOutcome:
+        """Clips and applies the accumulated gradient at `learning_rate`, or skips it on all ranks.
+
+        Raises:
+            PeerFailedError: another rank is gone.
+            RuntimeError: not all micro-batches of the step were given.
+        """
+        if self._microstep != self.accumulation_steps:
+            raise RuntimeError(f"step after {self._microstep} of {self.accumulation_steps} micro-batches")
+        self._microstep = 0
+        engine = self.deepspeed_engine
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = learning_rate
+        with collective("optimizer step"):
+            if self._clips_itself:
+                return self._step_replicated_fp32()
+            engine.step()
+        applied = bool(engine.was_step_applied())
+        norm = engine.get_global_grad_norm()
+        return StepOutcome(applied, float(norm) if applied and norm is not None else math.inf)
+
+    def _step_replicated_fp32(self) -> StepOutcome:
+        """Stage 0 fp32: every rank holds the same reduced gradient, so all decide alike without a word."""
+        engine = self.deepspeed_engine
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norms = torch.stack([gradient.double().norm() for gradient in gradients])
+        norm = float(norms.norm())
+        if not math.isfinite(norm):
+            engine.zero_grad()
+            return StepOutcome(False, math.inf)
+        if self._clipping > 0:
+            excess = (norm + 1e-6) / self._clipping  # as DeepSpeed does at the other stages
+            if excess > 1:
+                torch._foreach_mul_(gradients, 1.0 / excess)
+        engine.step()
+        return StepOutcome(True, norm)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> LossSums:
+        """Sums of a micro-batch in evaluation mode; nothing of the training state changes.
+
+        Raises:
+            PeerFailedError: another rank is gone.
+        """
+        module = self.module
+        training = module.training
+        module.eval()
+        try:
+            with collective("evaluation"):
+                sums: LossSums = module(batch)
+                return sums
+        finally:
+            module.train(training)
+
+    @contextmanager
+    def gathered_weights(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Whole weights by name, as the model computes with them, on every rank while the context is open."""
+        named = dict(self.module.named_parameters())
+        with ExitStack() as stack:
+            if self._config.zero_stage == 3:
+                stack.enter_context(self._gathered(list(named.values())))
+            yield {name: parameter.data for name, parameter in named.items()}
+
+    def close(self) -> None:
+        """Removes DeepSpeed's hooks; the process group stays. No collective."""
+        self.deepspeed_engine.destroy()
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every trained parameter with its whole shape. No collective."""
+        return dict(self._shapes)
+
+    def optimizer_spec(self) -> OptimizerSpec:
+        """What the optimizer keeps. No collective."""
+        return self._spec
+
+    def fragments(self) -> list[Fragment]:
+        """This rank's share of the state; over the ranks every element is in exactly one. No collective."""
+        found = self._local_fragments()
+        if self._config.zero_stage == 0:
+            return share_of_replicated(found, self._world.rank, self._world.size)
+        return found
+
+    def optimizer_scalars(self) -> Scalars:
+        """Per-group numbers of the optimizer (Adam's step); empty before the first step. No collective."""
+        state = self.deepspeed_engine.basic_optimizer.state
+        scalars: Scalars = {}
+        for holder, group in find_holders(self.deepspeed_engine):
+            values = {key: float(state[holder][key]) for key in self._spec.scalar_keys if key in state.get(holder, {})}
+            if values:
+                scalars.setdefault(self._group_names[group], values)
+        return scalars
+
+    def hyperparameters(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's settings by group name, for the record. No collective."""
+        groups = self.deepspeed_engine.basic_optimizer.param_groups
+        return {
+            name: {key: value for key, value in group.items() if isinstance(value, float | int | bool | tuple)}
+            for name, group in zip(self._group_names, groups, strict=True)
+        }
+
+    def begin_restore(self, element_keys: tuple[str, ...], scalars: Scalars) -> list[Fragment]:
+        """Prepares the state for being overwritten; gives the fragments to fill (whole ones at stage 0).
+
+        Args:
+            element_keys: per-element optimizer keys that will be filled; none means a fresh optimizer.
+            scalars: the optimizer's numbers by group name.
+        """
+        engine = self.deepspeed_engine
+        release_weights(engine)
+        optimizer = engine.basic_optimizer
+        for holder, group in find_holders(engine):
+            if not element_keys and not scalars:
+                optimizer.state.pop(holder, None)
+                continue
+            settings = optimizer.param_groups[group]
+            on_device = settings.get("fused") or settings.get("capturable")
+            state = optimizer.state[holder]
+            for key in element_keys:
+                if state.get(key) is None:
+                    state[key] = torch.zeros_like(holder, requires_grad=False)
+            for key, value in scalars.get(self._group_names[group], {}).items():
+                # A tensor of its own per holder: torch's optimizers count in place.
+                state[key] = torch.tensor(value, dtype=torch.float32, device=holder.device if on_device else "cpu")
+        return self._local_fragments()
+
+    def end_restore(self) -> None:
+        """Makes the computing weights follow the filled masters."""
+        with collective("restore"):
+            publish_masters(self.deepspeed_engine)
+        self._microstep = 0
+
+    # ---------------------------------------------------------------------------------------- private
+
+    def _local_fragments(self) -> list[Fragment]:
+        state = self.deepspeed_engine.basic_optimizer.state
+        fragments = []
+        for slot in find_slots(self.deepspeed_engine):
+            kept = state.get(slot.holder, {})
+            sources = {MASTER: slot.holder, **{k: kept[k] for k in self._spec.element_keys if kept.get(k) is not None}}
+            views = {
+                key: tensor.detach().view(-1)[slot.offset : slot.offset + slot.length]
+                for key, tensor in sources.items()
+            }
+            fragments.append(Fragment(slot.name, slot.shape, slot.start, views))
+        return fragments
+
+    def _start_exactly(self, initial: Mapping[str, torch.Tensor]) -> None:
+        """Writes the model's fp32 values into the masters, which DeepSpeed rounded to bf16 (or stepped once)."""
+        optimizer = self.deepspeed_engine.basic_optimizer
+        for holder, _ in find_holders(self.deepspeed_engine):
+            # Stage 0 bf16 takes a step with a zero gradient while it initialises: it counts and decays.
+            optimizer.state.pop(holder, None)
+        with torch.no_grad():
+            for fragment in self._local_fragments():
+                source = initial[fragment.name].view(-1)[fragment.start : fragment.start + fragment.length]
+                fragment.tensors[MASTER].copy_(source)
+
+    def _check_understood(self, settings: Mapping[str, Any]) -> None:
+        """DeepSpeed ignores unknown keys, so what it took over is compared with what was meant."""
+        engine = self.deepspeed_engine
+        understood = {
+            "train_batch_size": engine.train_batch_size(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "gradient_clipping": engine.gradient_clipping(),
+            "bf16": {"enabled": engine.bfloat16_enabled()},
+            "zero_allow_untested_optimizer": engine.zero_allow_untested_optimizer(),
+        }
+        wrong = [f"{key}={value}" for key, value in understood.items() if settings[key] != value]
+        if int(engine.zero_optimization_stage()) != self._config.zero_stage:
+            wrong.append(f"zero stage={engine.zero_optimization_stage()}")
+        if wrong:
+            raise PretrainError(
+                f"DeepSpeed took over {', '.join(wrong)}, which differs from the config. "
+                "Its version may not fit: install the one of constraints.txt."
+            )
