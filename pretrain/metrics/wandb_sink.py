@@ -1,12 +1,12 @@
 """Weights & Biases, offline or online: one wandb run over all attempts, never fatal, never blocking.
 
 Takes records from the loop → a bounded queue → a daemon thread that alone touches wandb (importing
-and starting it takes seconds). The wandb id is drawn once per run and kept in
-`metrics/wandb.json`. wandb drops points whose own step does not rise, so a record is logged under a
-count that goes on over all attempts, and the run's `step` is the x axis: steps that an attempt repeated are
-there twice, nothing is dropped. A server that does not answer means one warning and offline files
-(`wandb sync` sends them later). The JSON lines are the complete record; wandb's file may lack the
-seconds before a SIGKILL.
+and starting it takes seconds). The JSON lines are the truth: the record of number i over all attempts is
+logged under wandb's own count i (wandb drops points whose count does not rise), with `step` as the
+x axis and `attempt` beside it. wandb's service loses what it has not flushed when a rank is killed
+(measured: 40 of 40 records after 8 s), so the next attempt first sends what the server lacks;
+offline, where there is no server, each attempt's directory holds the whole run: sync the newest.
+A server that does not answer means one warning and offline files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class WandbSink:
         self._attempt = attempt
         self._log = log or Log()
         self._init_timeout_s = init_timeout_s
-        self._records: queue.Queue[dict[str, Any] | None] = queue.Queue(QUEUE_RECORDS)
+        self._records: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(QUEUE_RECORDS)
+        self._written = 0  # records of this attempt, those that the queue had no room for included
         self._off = False  # wandb failed for good: records are no longer taken
         self._warned_full = False
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
@@ -57,11 +58,12 @@ class WandbSink:
         if self._off:
             return
         try:
-            self._records.put_nowait(record)
+            self._records.put_nowait((self._written, record))
         except queue.Full:
             if not self._warned_full:
                 self._warned_full = True
                 self._log.warning("wandb does not keep up and misses records; the JSON lines have them all")
+        self._written += 1
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Ends the wandb run of this attempt; waits at most `timeout_s` seconds for what is queued."""
@@ -78,10 +80,11 @@ class WandbSink:
     def _work(self) -> None:
         """The thread: everything that wandb raises ends here, in one warning."""
         try:
-            run, logged = self._start()
-            while (record := self._records.get()) is not None:
-                run.log(flatten(record), step=logged)
-                logged += 1
+            run = self._start()
+            first = self._catch_up(run)
+            while (item := self._records.get()) is not None:
+                number, record = item
+                run.log({**flatten(record), "attempt": self._attempt}, step=first + number)
             run.finish()
             _teardown()  # ends wandb's service process now instead of at exit
         except BaseException as error:  # wandb also raises SystemExit and bare exceptions of its service
@@ -91,10 +94,17 @@ class WandbSink:
             )
             _teardown()
 
-    def _start(self) -> tuple[Any, int]:
-        """The wandb run and the count that its first record gets."""
+    def _catch_up(self, run: Any) -> int:
+        """Sends what wandb lacks of the earlier attempts; gives the count of this attempt's first record."""
         attempts = read_attempts(self._run_directory.store)
-        earlier = sum(len(records) for number, records in attempts.items() if number < self._attempt)
+        earlier = [(n, record) for n, records in attempts.items() if n < self._attempt for record in records]
+        known = int(run.step)  # what the server has; 0 offline
+        for count, (attempt, record) in enumerate(earlier[known:], start=known):
+            run.log({**flatten(record), "attempt": attempt}, step=count)
+        return max(known, len(earlier))
+
+    def _start(self) -> Any:
+        """The wandb run of this attempt, with `step` as the x axis."""
         wandb_id = obtain_id(self._run_directory.store)
         mode = self._config.metrics.wandb.mode
         try:
@@ -110,7 +120,7 @@ class WandbSink:
             )
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        return run, max(earlier, int(run.step))  # online, the server knows the last count: go on after it
+        return run
 
     def _init(self, wandb_id: str, mode: str) -> Any:
         import wandb

@@ -77,12 +77,28 @@ def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_i
     first, second = (_read(file) for file in files)
     assert first[0] == second[0] == obtain_id(home.store)
     assert [row["step"] for row in first[1]] == list(range(1, 9))
-    assert [row["step"] for row in second[1]] == list(range(6, 11))  # steps went back: still all there
-    counts = [row["_step"] for row in first[1] + second[1]]
-    assert counts == sorted(set(counts))  # wandb's own count rises over the attempts, so a sync drops nothing
-    assert first[2]["*"] == "step"
+    # The newest directory holds the whole run; steps that were repeated are there twice, marked.
+    assert [row["step"] for row in second[1]] == [*range(1, 9), *range(6, 11)]
+    assert [row["attempt"] for row in second[1]] == [1] * 8 + [2] * 5
+    assert [row["_step"] for row in second[1]] == list(range(13))  # wandb's own count rises: nothing is dropped
+    assert first[2]["*"] == second[2]["*"] == "step"
     assert first[1][3]["loss"] == pytest.approx(0.25)
     assert "mfu" not in first[1][0]
+
+
+def test_points_that_a_sigkill_took_from_wandb_are_sent_by_the_next_attempt(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    killed = JsonlSink(home.store, home.metrics_key(1))  # all that is left of an attempt that was killed
+    for step in range(1, 6):
+        killed.write({"step": step, "loss": float(step)})
+    sink = WandbSink(run_config("offline"), home, 2)
+    sink.write({"step": 5, "loss": 5.0})
+    sink.close()
+    (file,) = _offline_files(tmp_path)
+    assert [(row["_step"], row["step"], row["attempt"]) for row in _read(file)[1]] == [
+        *((step - 1, step, 1) for step in range(1, 6)),
+        (5, 5, 2),
+    ]
 
 
 def test_a_dead_server_costs_one_warning_and_the_records_are_kept_offline(
