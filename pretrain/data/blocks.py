@@ -27,6 +27,7 @@ from pretrain.data.cache import BlockCache
 from pretrain.data.format import INDEX_SUFFIX, MANIFEST_NAME, Manifest, Provenance, ShardIndex, decode_provenance
 from pretrain.data.objective import I64, Ids
 from pretrain.errors import DataError, StoreError
+from pretrain.log import Log
 from pretrain.store import NotFoundError, Store
 
 _EAGER_SHARDS = 1024  # above, indexes are opened when they are used: 10^5 of them would hold 1 GB
@@ -92,6 +93,7 @@ class BlockReader:
         self._is_remote = store.local_path(MANIFEST_NAME) is None
         self._cache = cache if self._is_remote else None
         self._kept_blocks = kept_blocks
+        self._log = Log()
         self._blocks: OrderedDict[int, TokenBlock | PairBlock] = OrderedDict()
         self._corrupt: dict[int, str] = {}
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
@@ -115,13 +117,13 @@ class BlockReader:
             return known
         if block in self._corrupt:  # settled: the answer must not change while the process lives
             raise CorruptBlockError(self._corrupt[block], self.name, block)
-        problem = ""
-        for fresh in (False, True):
-            payloads = self._fetch(block, fresh=fresh)
+        payloads = self._fetch(block, fresh=False)
+        problem = self._wrong_checksum(block, payloads)
+        if problem:
+            self._log.warning(f"block {block} of source {self.name} came damaged ({problem}), reading it again")
+            payloads = self._fetch(block, fresh=True)
             problem = self._wrong_checksum(block, payloads)
-            if not problem:
-                break
-        else:
+        if problem:
             self._corrupt[block] = self._describe(block, f"is damaged: {problem}, also when read again")
             raise CorruptBlockError(self._corrupt[block], self.name, block)
         parsed = self._parse(block, payloads)
@@ -155,8 +157,11 @@ class BlockReader:
 
     def _check_sizes(self) -> None:
         files = {shard.name: shard.bytes for shard in self.manifest.shards}
-        with ThreadPoolExecutor(_REMOTE_CHECKS if self._is_remote else 1) as pool:
-            found = list(pool.map(self._size, files))
+        if self._is_remote:
+            with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
+                found = list(pool.map(self._size, files))
+        else:
+            found = [self._size(key) for key in files]
         problems = [
             f"{name} is missing" if size is None else f"{name} has {size} bytes, not {wanted}"
             for (name, wanted), size in zip(files.items(), found, strict=True)
@@ -218,7 +223,8 @@ class BlockReader:
                     return self.store.get_range(key, start, length)
                 except NotFoundError:
                     raise
-                except StoreError:
+                except StoreError as error:
+                    self._log.warning("reading data failed, trying again", cause=error)
                     time.sleep(wait_s * _JITTER.uniform(0.5, 1.0))
             return self.store.get_range(key, start, length)
         finally:
