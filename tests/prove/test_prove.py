@@ -7,35 +7,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from launch import prove
 from launch.proof import plan_kills
 from pretrain.data.tokenizer import train_bpe
+from pretrain.errors import PretrainError
+from pretrain.store import Store
 from tests.data_read.corpus import random_documents, write_tokens
 
 CONFIG = Path(__file__).parents[2] / "configs/tests/tiny-decoder.yaml"
 STEPS, KILLS, SEED = 20, 2, 5
 
 
-def _command(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    tokenizer = tmp_path / "tokenizer.json"
-    train_bpe([Path(__file__).read_text()], 300).save(tokenizer)
-    write_tokens(tmp_path / "text", random_documents(600, 40), tokenizer, block_tokens=256, shard_blocks=8)
+def _pretrain(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "launch.cli",
-            "prove",
-            str(CONFIG),
-            f"tokenizer={tokenizer}",
-            f"data.sources.text.path={tmp_path / 'text'}",
-            f"schedule.total_steps={STEPS}",
-            "batch.global_batch_size=32",  # slower steps: a kill has something to hit
-            "checkpoint.every_steps=4",
-            *words,
-        ],
+        [sys.executable, "-m", "launch.cli", *words],
         env={**os.environ, "PRETRAIN_HOME": str(tmp_path / "runs")},
         capture_output=True,
         text=True,
@@ -43,9 +33,26 @@ def _command(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _prove(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    tokenizer = tmp_path / "tokenizer.json"
+    train_bpe([Path(__file__).read_text()], 300).save(tokenizer)
+    write_tokens(tmp_path / "text", random_documents(600, 40), tokenizer, block_tokens=256, shard_blocks=8)
+    return _pretrain(
+        tmp_path,
+        "prove",
+        str(CONFIG),
+        f"tokenizer={tokenizer}",
+        f"data.sources.text.path={tmp_path / 'text'}",
+        f"schedule.total_steps={STEPS}",
+        "batch.global_batch_size=32",  # slower steps: a kill has something to hit
+        "checkpoint.every_steps=4",
+        *words,
+    )
+
+
 def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouched_run(tmp_path: Path) -> None:
     planned = plan_kills(KILLS, total_steps=STEPS, num_ranks=2, seed=SEED)
-    done = _command(tmp_path, f"--kills={KILLS}", f"--seed={SEED}", "--json")
+    done = _prove(tmp_path, f"--kills={KILLS}", f"--seed={SEED}", "--json", "--keep")
     assert done.returncode == 0, done.stderr
     proof = json.loads(done.stdout)
     assert proof["equal"]
@@ -60,12 +67,58 @@ def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouch
     assert compared == {"loss", "gradient norm", "data digest", "final weights"}
     (weights,) = [c for c in proof["comparisons"] if c["what"].startswith("final weights")]
     assert len(weights["untouched"]) == 64
-    assert list((tmp_path / "runs").iterdir()) == []  # the two runs are gone
+    _check_generate(tmp_path, proof["directory"])
+
+
+def _check_generate(tmp_path: Path, directory: str) -> None:
+    """The same checkpoint writes the same text, whether its run was killed or not."""
+    texts = set()
+    for name in ("untouched", "killed"):
+        options = ("--prompt=def ", "--max-tokens=8", "--temperature=1", "--seed=3", "--json")
+        done = _pretrain(tmp_path, "generate", f"{directory}/{name}", *options)
+        assert done.returncode == 0, done.stderr
+        written = json.loads(done.stdout)
+        assert written["prompt"] == "def "
+        assert written["checkpoint"].startswith(f"step-{STEPS:08d}")
+        assert 0 < written["tokens"] <= 8 or written["ended"]
+        texts.add(written["text"])
+    assert len(texts) == 1
+    absent = _pretrain(tmp_path, "generate", f"{directory}/killed", "--prompt=x", "--checkpoint=step-00000999-a001")
+    assert absent.returncode == 2
+    assert absent.stderr.startswith("error: ")
+    assert "step-00000999-a001" in absent.stderr
 
 
 @pytest.mark.parametrize("words", [("--kills=0",), ("--kills=19",), ("schedule.total_stepz=3",)])
 def test_a_proof_that_cannot_be_made_ends_at_once_with_exit_code_2(tmp_path: Path, words: tuple[str, ...]) -> None:
-    done = _command(tmp_path, *words)
+    done = _prove(tmp_path, *words)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_two_runs_are_removed_unless_they_are_kept(
+    tmp_path: Path, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_nothing(options: Any, config: Any, home: Store, *_: Any) -> None:
+        home.put("killed.log", b"")
+        raise PretrainError("the killed run ended with exit code 3")
+
+    config = SimpleNamespace(
+        name="a-run", schedule=SimpleNamespace(total_steps=9), cluster=SimpleNamespace(num_ranks=1)
+    )
+    monkeypatch.setenv("PRETRAIN_HOME", str(tmp_path))
+    monkeypatch.setattr(prove, "load_config", lambda *_: config)
+    monkeypatch.setattr(prove, "_train_both", train_nothing)
+    said: list[str] = []
+    with pytest.raises(PretrainError, match="exit code 3"):
+        prove.prove(prove.ProveOptions("a.yaml", keep=keep), said.append)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert len(left) == int(keep)
+    assert said == ([f"kept: {tmp_path / left[0]}"] if keep else [])
+
+
+def test_a_proof_without_comparisons_is_not_equal() -> None:
+    assert not prove.Proof("a-run", 9, 1, 0).equal
+    assert "NOT EQUAL" in prove.Proof("a-run", 9, 1, 0).to_text()
