@@ -82,7 +82,7 @@ class Batch:
         dropout_key: 63-bit key made from (seed, step, j): everything random in the model follows it.
         target_tokens: labels that count.
         target_bytes: bytes of text that exactly those targets spell.
-        digest: 62-bit digest of (j, ids, layout, labels); the sum over a step is the same for every
+        digest: 48-bit digest of (j, ids, layout, labels); the sum over a step is the same for every
             number of ranks.
     """
 

@@ -4,7 +4,7 @@ Takes (store, manifest) -> gives `TokenBlock` or `PairBlock` by number.
 
 A block is read as one range and copied, not mapped: what was checked is what is delivered even if the
 file changes later, and a truncated file or a failing disk is an error that names it instead of a
-SIGBUS that kills the rank; the copy costs less than the crc32. Sizes of all shards are checked at
+SIGBUS that kills the rank. Sizes of all shards are checked at
 open, indexes by sha256 (at open, or at first use where there are very many). A block with a wrong
 crc32 is fetched once more past the cache, then it is corrupt for good. Failures of the storage itself
 are retried with jitter and never taken for corruption.

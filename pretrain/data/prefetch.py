@@ -4,8 +4,7 @@ Takes a pure function (step, state) -> value and the function that gives the nex
 
 Invariants: reading ahead never changes what is delivered: a value belongs to its exact (step, state),
 an error to the read of that step only; a read of anything else drops what was ahead. `close` ends the
-thread. No DataLoader worker processes: they limit at 8-10 M tokens/s and outlive crashes, a thread
-gives 20-90.
+thread. No DataLoader worker processes: their queues limit at 8-10 M tokens/s, and they outlive crashes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ gives rows without labels from `from_row` on, so that a replay is identical what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -156,25 +156,6 @@ class DataState:
                 "It holds next_row, seed, segments, skips and quarantine. Resume from another checkpoint."
             ) from None
         return state
-
-
-def corrupt_to_numbers(blocks: Sequence[tuple[int, int]], rank: int, num_ranks: int, total: int) -> list[int]:
-    """What a rank adds to an all-reduce by sums, so that all ranks learn each other's corrupt blocks.
-
-    Args:
-        blocks: this rank's (source index, block).
-        total: number of blocks that all ranks found together; sizes the vector (2 x num_ranks x total).
-    """
-    numbers = [0] * (2 * num_ranks * total)
-    for position, (source, block) in enumerate(blocks, start=rank * total):
-        numbers[2 * position : 2 * position + 2] = source + 1, block  # 0 marks an unused place
-    return numbers
-
-
-def corrupt_from_numbers(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The distinct (source index, block) of a reduced vector, sorted: the same on every rank."""
-    pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return tuple(sorted({(int(source) - 1, int(block)) for source, block in pairs if source}))
 
 
 def _past_skips(row: int, skips: tuple[Skip, ...]) -> int:

@@ -43,7 +43,7 @@ STEP_FIELDS = _ledger(
     ("target_tokens", "tokens", "targets that counted in this step, all ranks"),
     ("tokens", "tokens", "targets that counted since step 1, over all attempts"),
     ("masked_rows", "rows", "rows of this step ignored because their block is corrupt"),
-    ("data_digest", "hex", "62-bit digest of the step's micro-batches, independent of the number of ranks"),
+    ("data_digest", "hex", "48-bit digest of the step's micro-batches, independent of the number of ranks"),
     ("step_s", "s", "mean wall time of a step since the last record; validation and saving excluded"),
     ("data_wait_s", "s", "time this step waited for its rows, mean over ranks"),
     ("save_stall_s", "s", "time the loop stood still for a checkpoint since the last record"),

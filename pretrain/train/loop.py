@@ -159,7 +159,7 @@ def _log_step(training: Training, state: TrainingState, record: StepRecord) -> N
             "target_tokens": record.agreed.target_tokens,
             "tokens": state.tokens,
             "masked_rows": record.agreed.masked_rows,
-            "data_digest": f"{record.agreed.data_digest:016x}",
+            "data_digest": f"{record.agreed.data_digest:012x}",
             "data_wait_s": record.data_wait_s,
             **training.throughput.rates(state.step).to_record(),
         }

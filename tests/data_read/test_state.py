@@ -14,8 +14,6 @@ from pretrain.data.state import (
     Segment,
     SegmentSource,
     Skip,
-    corrupt_from_numbers,
-    corrupt_to_numbers,
 )
 from pretrain.errors import DataError
 
@@ -117,10 +115,3 @@ def test_a_damaged_state_is_named_as_such(body: dict[str, Any]) -> None:
 def test_a_state_of_another_format_is_refused() -> None:
     with pytest.raises(DataError, match="data state format=2 is not known"):
         DataState.from_json(broken(format=2))
-
-
-def test_ranks_learn_each_others_corrupt_blocks_through_a_sum() -> None:
-    found: list[list[tuple[int, int]]] = [[], [(0, 0), (1, 7)], [(1, 7)], [(0, 4)]]
-    total = sum(map(len, found))
-    vectors = [corrupt_to_numbers(blocks, rank, 4, total) for rank, blocks in enumerate(found)]
-    assert corrupt_from_numbers([sum(column) for column in zip(*vectors, strict=True)]) == ((0, 0), (0, 4), (1, 7))
