@@ -99,7 +99,7 @@ def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     parameter = torch.zeros(2)
     parameter.grad = torch.zeros(2)
     group = {key: value for key, value in optimizer.param_groups[0].items() if key in optimizer.defaults}
-    twin = type(optimizer)([{**group, "params": [parameter]}])  # type: ignore[call-arg]
+    twin = type(optimizer)([{**group, "params": [parameter]}])
     twin.step()
     state = {key: value for key, value in twin.state[parameter].items() if value is not None}
     elements = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() == 2]

@@ -1,0 +1,227 @@
+"""What a checkpoint is: names, manifest, and the layout of a rank's file. PURE but for hashing.
+
+    step-00001200-a003/rank-00000.safetensors   flat fp32 ranges, tensors named "key|parameter"
+    step-00001200-a003/rank-00000.json          sidecar: bytes, sha256 and ranges of that file
+    step-00001200-a003/MANIFEST.json            published last; without it there is no checkpoint
+
+Manifest and sidecars are records that carry the sha256 of their canonical body. A later attempt goes
+on from an earlier one's checkpoints, so "newest" is the largest (attempt, step). Ranges are
+[index of the parameter, first element, elements], in file order, the same for every key of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pretrain.errors import CheckpointError, PretrainError
+from pretrain.rundir.records import decode_record, encode_record
+
+FORMAT_VERSION = 1
+MANIFEST = "MANIFEST.json"
+_NAME = re.compile(r"step-(\d{8,})-a(\d{3,})")
+_DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_REMEDY = "Use another checkpoint (pretrain checkpoint list RUN shows them)."
+
+Range = tuple[int, int, int]
+
+
+def checkpoint_name(step: int, attempt: int) -> str:
+    """Name of the checkpoint after `step` steps that `attempt` saved."""
+    return f"step-{step:08d}-a{attempt:03d}"
+
+
+def parse_name(name: str) -> tuple[int, int] | None:
+    """(attempt, step), by which checkpoints are ordered; None for a name that is no checkpoint's."""
+    found = _NAME.fullmatch(name)
+    return (int(found[2]), int(found[1])) if found else None
+
+
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def sidecar_file(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def failure_file(rank: int) -> str:
+    """Written in place of the sidecar by a rank that could not save; lets rank 0 stop waiting."""
+    return f"rank-{rank:05d}.failed"
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One rank's file as its writer saw it.
+
+    Attributes:
+        save_id: of the save that wrote it, so that files of two tries never mix.
+        keys: kinds of state in it, "master" first.
+    """
+
+    name: str
+    bytes: int
+    sha256: str
+    save_id: str
+    keys: tuple[str, ...]
+    ranges: tuple[Range, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "bytes": self.bytes, "sha256": self.sha256, "save_id": self.save_id,
+            "keys": list(self.keys), "ranges": [list(entry) for entry in self.ranges],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> FileEntry:
+        ranges = tuple((int(a), int(b), int(c)) for a, b, c in body["ranges"])
+        return cls(body["name"], int(body["bytes"]), body["sha256"], body["save_id"], tuple(body["keys"]), ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint that is no tensor.
+
+    Attributes:
+        parameters: name -> shape, in the model's order; ranges refer to it by position.
+        optimizer: kind, element_keys, and `scalars` and `hyperparameters` by group name.
+        training_state: what the loop handed over.
+        origin: ranks, ZeRO stage and precision that wrote it, versions; nothing of it decides the reading.
+    """
+
+    step: int
+    attempt: int
+    save_id: str
+    parameters: dict[str, tuple[int, ...]]
+    optimizer: dict[str, Any]
+    training_state: dict[str, Any]
+    origin: dict[str, Any]
+    files: tuple[FileEntry, ...]
+
+    @property
+    def name(self) -> str:
+        return checkpoint_name(self.step, self.attempt)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def encode(self) -> bytes:
+        """The file. JSON objects have no order, so the parameters are a list."""
+        return encode_record(
+            {
+                "format_version": FORMAT_VERSION,
+                "step": self.step,
+                "attempt": self.attempt,
+                "save_id": self.save_id,
+                "parameters": [[name, list(shape)] for name, shape in self.parameters.items()],
+                "optimizer": self.optimizer,
+                "training_state": self.training_state,
+                "origin": self.origin,
+                "files": [file.to_json() for file in self.files],
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Manifest:
+        """Reads and checks a manifest.
+
+        Raises:
+            CheckpointError: it is damaged, of another format, or its ranges do not cover every parameter once.
+        """
+        try:
+            body = decode_record(data, where, _REMEDY)
+        except PretrainError as error:
+            raise CheckpointError(str(error)) from None
+        if body.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"format_version={body.get('format_version')} of {where} is unknown. This version reads "
+                f"{FORMAT_VERSION}. Read it with the version that wrote it."
+            )
+        try:
+            manifest = cls(
+                step=int(body["step"]),
+                attempt=int(body["attempt"]),
+                save_id=body["save_id"],
+                parameters={name: tuple(shape) for name, shape in body["parameters"]},
+                optimizer=body["optimizer"],
+                training_state=body["training_state"],
+                origin=body["origin"],
+                files=tuple(FileEntry.from_json(entry) for entry in body["files"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{where} lacks something: {error!r}. {_REMEDY}") from None
+        hole = manifest.first_hole()
+        if hole:
+            raise CheckpointError(f"{where} does not cover {hole} exactly once. {_REMEDY}")
+        return manifest
+
+    def first_hole(self) -> str | None:
+        """The first parameter whose elements are not in exactly one range; None if all is there."""
+        pieces: dict[int, list[tuple[int, int]]] = {}
+        for file in self.files:
+            for index, start, count in file.ranges:
+                pieces.setdefault(index, []).append((start, count))
+        for index, (name, shape) in enumerate(self.parameters.items()):
+            position = 0
+            for start, count in sorted(pieces.get(index, [])):
+                if start != position:
+                    return name
+                position += count
+            if position != math.prod(shape):
+                return name
+        return None
+
+
+# ------------------------------------------------------------------------------------- safetensors
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where a tensor lies in a rank's file; `start` counts from the first byte of the file."""
+
+    dtype: torch.dtype
+    count: int
+    start: int
+
+
+def tensor_name(key: str, parameter: str) -> str:
+    return f"{key}|{parameter}"
+
+
+def safetensors_header(tensors: list[tuple[str, torch.dtype, int]], metadata: dict[str, str]) -> bytes:
+    """Header of a file of 1-D tensors (name, dtype, elements) that follow each other without gaps."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for name, dtype, count in tensors:
+        end = position + count * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": [count], "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def parse_safetensors_header(text: bytes, where: str) -> dict[str, TensorSlot]:
+    """Tensors of a file from its header (without the eight bytes of its length).
+
+    Raises:
+        CheckpointError: it is no such header.
+    """
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        base = 8 + len(text)
+        return {
+            name: TensorSlot(_DTYPES[entry["dtype"]], math.prod(entry["shape"]), base + entry["data_offsets"][0])
+            for name, entry in entries.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{where} has no readable safetensors header ({error!r}). {_REMEDY}") from None

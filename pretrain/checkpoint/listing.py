@@ -1,0 +1,81 @@
+"""What checkpoints there are, and whether one is good.
+
+takes -> store of a run's checkpoints; gives -> infos, newest first, and the problems of one. Offline:
+no engine, no process group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from pretrain.checkpoint.files import content_problem, read_manifest, size_problem
+from pretrain.checkpoint.format import Manifest, parse_name
+from pretrain.errors import CheckpointError
+from pretrain.store import NotFoundError, Store
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A folder that bears a checkpoint's name.
+
+    Attributes:
+        problem: why it does not count; None when its manifest is whole and all sizes match.
+    """
+
+    UNFINISHED: ClassVar[str] = "no manifest: it was never published"
+
+    name: str
+    step: int
+    attempt: int
+    ranks: int | None
+    bytes: int | None
+    problem: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def list_checkpoints(store: Store) -> list[CheckpointInfo]:
+    """All of them, newest (largest attempt, then step) first; looks at sizes, reads no tensors.
+
+    Raises:
+        StoreError: the store cannot be listed.
+    """
+    named = [(parse_name(name), name) for name in store.names()]
+    found = sorted(((order, name) for order, name in named if order), reverse=True)
+    return [_inspect(store, name, attempt, step) for (attempt, step), name in found]
+
+
+def verify_checkpoint(store: Store, name: str) -> list[str]:
+    """Problems of a checkpoint after reading and hashing every byte; an empty list means it is good.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    if not store.names(name):
+        names = ", ".join(info.name for info in list_checkpoints(store)) or "none"
+        raise CheckpointError(f"checkpoint={name} does not exist in {store.url}. There are: {names}. Name one of them.")
+    manifest = _manifest(store, name)
+    if isinstance(manifest, str):
+        return [manifest]
+    return [problem for file in manifest.files if (problem := content_problem(store, name, file))]
+
+
+def _inspect(store: Store, name: str, attempt: int, step: int) -> CheckpointInfo:
+    manifest = _manifest(store, name)
+    if isinstance(manifest, str):
+        return CheckpointInfo(name, step, attempt, None, None, manifest)
+    problems = [problem for file in manifest.files if (problem := size_problem(store, name, file))]
+    ranks = manifest.origin.get("ranks")
+    return CheckpointInfo(name, step, attempt, ranks, manifest.total_bytes, "; ".join(problems) or None)
+
+
+def _manifest(store: Store, name: str) -> Manifest | str:
+    """The manifest, or why there is none to use."""
+    try:
+        return read_manifest(store, name)
+    except NotFoundError:
+        return CheckpointInfo.UNFINISHED
+    except CheckpointError as error:
+        return str(error)

@@ -1,0 +1,124 @@
+"""A checkpoint's content without an engine: whole tensors by name, hashes, differences.
+
+takes -> store, name; gives -> results that do not depend on the ranks or the ZeRO stage that saved it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from pretrain.checkpoint.files import CheckpointFiles, read_manifest
+from pretrain.checkpoint.format import Manifest
+from pretrain.checkpoint.listing import list_checkpoints, verify_checkpoint
+from pretrain.engine.state import MASTER
+from pretrain.errors import CheckpointError
+from pretrain.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor of two checkpoints.
+
+    Attributes:
+        max_abs: largest absolute difference; None when only one of them has it or the shapes differ.
+    """
+
+    parameter: str
+    key: str
+    equal: bool
+    max_abs: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def newest_checkpoint(store: Store) -> str:
+    """Name of the newest whole-looking checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = list_checkpoints(store)
+    for info in found:
+        if info.problem is None:
+            return info.name
+    reasons = "; ".join(f"{info.name}: {info.problem}" for info in found) or "the folder is empty"
+    raise CheckpointError(f"no checkpoint in {store.url} ({reasons}). Train until checkpoint.every_steps have passed.")
+
+
+def read_weights(store: Store, name: str) -> dict[str, torch.Tensor]:
+    """Whole fp32 master weights by name, verified.
+
+    Raises:
+        CheckpointError: the checkpoint is absent or damaged.
+    """
+    manifest = _verified(store, name)
+    with CheckpointFiles(store.child(name), manifest) as files:
+        return {parameter: _whole(files, manifest, parameter, MASTER) for parameter in manifest.parameters}
+
+
+def weights_sha256(store: Store, name: str) -> str:
+    """Hash of the logical weights: names, shapes and fp32 values in sorted order. Verifies first.
+
+    Raises:
+        CheckpointError: the checkpoint is absent or damaged.
+    """
+    manifest = _verified(store, name)
+    digest = hashlib.sha256()
+    with CheckpointFiles(store.child(name), manifest) as files:
+        for parameter in sorted(manifest.parameters):
+            digest.update(f"{parameter} {list(manifest.parameters[parameter])}\n".encode())
+            digest.update(memoryview(_whole(files, manifest, parameter, MASTER).view(-1).numpy()).cast("B"))
+    return digest.hexdigest()
+
+
+def diff_checkpoints(store_a: Store, name_a: str, store_b: Store, name_b: str) -> list[Difference]:
+    """Weights and optimizer state of two checkpoints, tensor by tensor, in the order of the first.
+
+    Raises:
+        CheckpointError: one of them is absent or damaged.
+    """
+    a, b = _verified(store_a, name_a), _verified(store_b, name_b)
+    with CheckpointFiles(store_a.child(name_a), a) as files_a, CheckpointFiles(store_b.child(name_b), b) as files_b:
+        return [
+            _compare(files_a, a, files_b, b, parameter, key)
+            for parameter in {**a.parameters, **b.parameters}
+            for key in dict.fromkeys((*_keys(a), *_keys(b)))
+        ]
+
+
+def _compare(
+    files_a: CheckpointFiles, a: Manifest, files_b: CheckpointFiles, b: Manifest, parameter: str, key: str
+) -> Difference:
+    in_both = all(parameter in m.parameters and key in _keys(m) for m in (a, b))
+    if not in_both or a.parameters[parameter] != b.parameters[parameter]:
+        return Difference(parameter, key, False, None)
+    left, right = _whole(files_a, a, parameter, key), _whole(files_b, b, parameter, key)
+    if torch.equal(left.view(torch.int32), right.view(torch.int32)):  # bit for bit, NaN included
+        return Difference(parameter, key, True, 0.0)
+    return Difference(parameter, key, False, float((left.double() - right.double()).abs().max()))
+
+
+def _keys(manifest: Manifest) -> Iterator[str]:
+    yield MASTER
+    yield from manifest.optimizer["element_keys"]
+
+
+def _whole(files: CheckpointFiles, manifest: Manifest, parameter: str, key: str) -> torch.Tensor:
+    shape = manifest.parameters[parameter]
+    flat = torch.empty(math.prod(shape))
+    files.fill(flat, key, parameter, 0)
+    return flat.view(shape)
+
+
+def _verified(store: Store, name: str) -> Manifest:
+    problems = verify_checkpoint(store, name)
+    if problems:
+        raise CheckpointError(f"checkpoint={name} in {store.url} is damaged: {'; '.join(problems)}. Use another one.")
+    return read_manifest(store, name)
