@@ -1,0 +1,136 @@
+"""`pretrain checkpoint list|verify|diff`: what a run has saved, whether it is whole, what differs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from pretrain.errors import CheckpointError, ExitCode
+
+if TYPE_CHECKING:
+    from pretrain.store import Store
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "checkpoint",
+        help="list, verify and compare checkpoints",
+        description="Looks at the checkpoints of a run. Only reads; needs no cluster.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    run_help = "path or URL of a run, or its name under PRETRAIN_HOME"
+
+    listing = actions.add_parser(
+        "list",
+        help="show what is there, newest first",
+        description="Lists the checkpoints of a run, newest first. Looks at manifests and sizes, not at content.",
+    )
+    listing.add_argument("run", metavar="RUN", help=run_help)
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    listing.set_defaults(handler="launch.commands.checkpoint:list_")
+
+    verify = actions.add_parser(
+        "verify",
+        help="read and hash every byte",
+        description="Verifies checkpoints by the sha256 of every file. Exit code 2 if one is damaged.",
+    )
+    verify.add_argument("run", metavar="RUN", help=run_help)
+    verify.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="name of one; default: all published ones")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+    verify.set_defaults(handler="launch.commands.checkpoint:verify")
+
+    diff = actions.add_parser(
+        "diff",
+        help="compare two checkpoints bit by bit",
+        description="Compares weights and optimizer state, whatever ranks and ZeRO stages saved them. "
+        "Exit code 0 if all is equal, 3 if not.",
+    )
+    diff.add_argument("first", metavar="RUN[:CHECKPOINT]", help="default: the newest checkpoint of the run")
+    diff.add_argument("second", metavar="RUN[:CHECKPOINT]", help="the same, or :CHECKPOINT of the first run")
+    diff.add_argument("--json", action="store_true", help="print JSON")
+    diff.set_defaults(handler="launch.commands.checkpoint:diff")
+
+
+def list_(args: argparse.Namespace) -> int:
+    from launch.tables import print_rows
+    from pretrain.checkpoint import list_checkpoints
+    from pretrain.rundir import RunDirectory
+
+    found = [info.to_json() for info in list_checkpoints(RunDirectory.locate(args.run).checkpoints)]
+    if not found and not args.json:
+        print("no checkpoints yet")
+        return ExitCode.DONE
+    if not args.json:
+        for row in found:
+            row["state"] = row["problem"] or "whole"
+            row["MB"] = None if row["bytes"] is None else round(row["bytes"] / 1e6, 1)
+    print_rows(("name", "step", "attempt", "ranks", "MB", "state"), found, as_json=args.json)
+    return ExitCode.DONE
+
+
+def verify(args: argparse.Namespace) -> int:
+    from launch.tables import print_rows
+    from pretrain.checkpoint import CheckpointInfo, list_checkpoints, verify_checkpoint
+    from pretrain.rundir import RunDirectory
+
+    store = RunDirectory.locate(args.run).checkpoints
+    names = [args.checkpoint] if args.checkpoint else [info.name for info in list_checkpoints(store)]
+    rows = []
+    for name in names:
+        problems = verify_checkpoint(store, name)
+        if problems == [CheckpointInfo.UNFINISHED] and not args.checkpoint:
+            continue  # the leftover of an interrupted save is no checkpoint
+        rows.append({"name": name, "good": not problems, "problems": problems})
+    if not rows:
+        raise CheckpointError(
+            f"no published checkpoint in {store.url}. Train until checkpoint.every_steps have passed."
+        )
+    if not args.json:
+        for row in rows:
+            row["result"] = "; ".join(row["problems"]) or "every byte as written"
+    print_rows(("name", "result"), rows, as_json=args.json)
+    return ExitCode.DONE if all(row["good"] for row in rows) else ExitCode.USER_ERROR
+
+
+def diff(args: argparse.Namespace) -> int:
+    from launch.tables import format_table
+    from pretrain.checkpoint import diff_checkpoints, weights_sha256
+
+    first_run, _, _ = _split(args.first)
+    second = args.second if not args.second.startswith(":") else first_run + args.second
+    sides = [_open(args.first), _open(second)]
+    differences = diff_checkpoints(*sides[0], *sides[1])
+    unequal = [difference for difference in differences if not difference.equal]
+    hashes = [weights_sha256(*side) for side in sides]
+    if args.json:
+        checkpoints = [
+            {"checkpoint": f"{store.url}/{name}", "weights_sha256": value}
+            for (store, name), value in zip(sides, hashes, strict=True)
+        ]
+        answer = {"equal": not unequal, "checkpoints": checkpoints, "tensors": len(differences)}
+        print(json.dumps({**answer, "unequal": [difference.to_json() for difference in unequal]}, indent=2))
+    else:
+        for (store, name), value in zip(sides, hashes, strict=True):
+            print(f"weights {value[:16]}  {store.url}/{name}")
+        if unequal:
+            print(
+                format_table(("parameter", "key", "max difference"), [(d.parameter, d.key, d.max_abs) for d in unequal])
+            )
+        print(f"{len(unequal)} of {len(differences)} tensors differ" if unequal else "equal bit for bit")
+    return ExitCode.FAILED if unequal else ExitCode.DONE
+
+
+def _open(text: str) -> tuple[Store, str]:
+    from pretrain.checkpoint import newest_checkpoint
+    from pretrain.rundir import RunDirectory
+
+    run, _, name = _split(text)
+    store = RunDirectory.locate(run).checkpoints
+    return store, name or newest_checkpoint(store)
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """RUN:CHECKPOINT; the colon of a URL or path is no separator."""
+    head, colon, tail = text.rpartition(":")
+    return (head, colon, tail) if colon and tail.startswith("step-") else (text, "", "")
