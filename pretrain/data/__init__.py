@@ -1,1 +1,4 @@
-"""From raw text to micro-batches: sources -> tokenizer -> packing -> build -> format, then order -> blocks -> batch -> loader."""
+"""From raw text to micro-batches.
+
+Building: sources -> tokenizer -> packing -> build -> format. Reading: order -> blocks -> objective -> batch -> loader.
+"""

@@ -141,7 +141,7 @@ class SourceWriter:
             DataError: an array has the wrong length, or an id is outside the vocabulary.
             StoreError: the disk is full or not writable.
         """
-        payloads = [*self._checked(arrays), provenance]
+        payloads: list[bytes | memoryview] = [*self._checked(arrays), provenance]
         try:
             if self._open is None:
                 self._open = ShardWriter(self._directory, len(self._shards), self._header.members)

@@ -124,8 +124,8 @@ class Tokenizer:
         lengths = np.zeros(self.vocabulary_size, dtype=np.int32)
         for token, index in self._encoder.get_vocab(with_added_tokens=False).items():
             lengths[index] = len(token)  # byte-level: one character of the token's name per byte
-        for index, token in self._encoder.get_added_tokens_decoder().items():
-            lengths[index] = 0 if token.special else len(token.content.encode())
+        for index, added in self._encoder.get_added_tokens_decoder().items():
+            lengths[index] = 0 if added.special else len(added.content.encode())
         return lengths
 
     def _first_id(self, names: Sequence[str]) -> int | None:

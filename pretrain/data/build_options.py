@@ -1,0 +1,93 @@
+"""What a build is told: options with their checks, all problems at once.
+
+Takes plain values -> gives a `BuildOptions` that a build can follow. Only `workers` changes nothing
+in the bytes that come out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pretrain.data.format import MAX_BLOCK_TOKENS
+from pretrain.data.sources import SourceSpec
+from pretrain.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What to build.
+
+    Attributes:
+        source: what to read; with source_field and target_field pairs are built.
+        out: directory that will appear.
+        tokenizer: path of tokenizer.json.
+        name: of the source; the directory's name if empty.
+        block_tokens: tokens of a block of plain text.
+        shard_blocks: blocks of a shard.
+        source_length, target_length: capacities of a row of pairs; one slot of each stays free.
+        rows_per_block: rows of a block of pairs.
+        validation_fraction: share of documents held out by hash; 0 builds no validation source.
+        seed: of the shuffle.
+        deduplicate: a document whose content was seen before is dropped.
+        max_bytes: only the documents with the smallest content hash that fit; None keeps all.
+        workers: processes that encode; None takes all CPUs, 1 encodes in this process.
+    """
+
+    source: SourceSpec
+    out: str
+    tokenizer: str
+    name: str = ""
+    block_tokens: int = 65536
+    shard_blocks: int = 512
+    source_length: int = 0
+    target_length: int = 0
+    rows_per_block: int = 64
+    validation_fraction: float = 0.0
+    seed: int = 0
+    deduplicate: bool = True
+    max_bytes: int | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+def _check(options: BuildOptions) -> None:
+    """All options at once. Raises DataError."""
+    problems = []
+
+    def need(name: str, low: int, high: int, why: str) -> None:
+        value = getattr(options, name)
+        if not low <= value <= high:
+            flag = f"--{name.replace('_', '-')}"
+            problems.append(f"{name}={value} is out of range. {why}. Set {flag} between {low} and {high}.")
+
+    if not options.source.inputs:
+        problems.append("no input is given. A build needs text. Name files, directories or patterns.")
+    if options.source.pairs:
+        why = "A row of pairs has a capacity on each side, one slot of which stays free"
+        need("source_length", 3, MAX_BLOCK_TOKENS, why)
+        need("target_length", 3, MAX_BLOCK_TOKENS, why)
+        need("rows_per_block", 1, 2**20, "A block holds whole rows")
+        if max(options.source_length, options.target_length) * options.rows_per_block > MAX_BLOCK_TOKENS:
+            problems.append(f"a block of pairs would exceed {MAX_BLOCK_TOKENS} tokens. Set a smaller --rows-per-block.")
+    else:
+        need("block_tokens", 2, MAX_BLOCK_TOKENS, "A block is read as one piece")
+        if options.source_length or options.target_length:
+            problems.append(
+                "source_length and target_length are for pairs. Name their fields with --source-field and "
+                "--target-field, or leave the lengths out."
+            )
+    need("shard_blocks", 1, 10**6, "A shard holds whole blocks")
+    need("seed", 0, 2**63 - 1, "The seed is a 63-bit number")
+    if options.workers is not None:
+        need("workers", 1, 1024, "Each worker is a process")
+    if not 0 <= options.validation_fraction < 1:
+        problems.append(
+            f"validation_fraction={options.validation_fraction:g} is out of range. It is the share that is held out. "
+            "Set --validation-fraction from 0 up to, not including, 1."
+        )
+    if options.max_bytes is not None and options.max_bytes < 1:
+        problems.append(f"max_bytes={options.max_bytes} keeps nothing. Set --max-bytes to 1 or more.")
+    if problems:
+        raise DataError("\n".join(problems))
