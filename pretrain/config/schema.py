@@ -25,6 +25,7 @@ from pretrain.config.units import (
     parse_count,
 )
 
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(parse_count)]
 ResumePolicy = Literal["free", "logged", "segment", "refused"]
 
@@ -320,7 +321,7 @@ class RunConfig(Section):
     name: Text = setting(
         "name of the run: letters, digits, dot, dash, underscore",
         resume="refused",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
+        pattern=NAME_PATTERN,
     )
     seed: Count = setting("seed of everything random", resume="refused", lt=2**63)
     tokenizer: Location = setting("tokenizer.json", resume="refused")

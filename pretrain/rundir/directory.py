@@ -11,14 +11,16 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
+import re
 import socket
 import time
 from dataclasses import dataclass
 from typing import Literal
 
 from pretrain.config import ConfigChange, RunConfig, config_from_dict, describe_changes, diff_configs, dump_yaml
+from pretrain.config.schema import NAME_PATTERN
 from pretrain.config.yaml_text import parse_yaml
-from pretrain.errors import ConfigError, RunError
+from pretrain.errors import ConfigError, PretrainError, RunError
 from pretrain.rundir.journal import Event, JournalWriter, read_events
 from pretrain.rundir.lease import Lease
 from pretrain.rundir.records import DamagedFileError, damaged, decode_record, encode_record
@@ -27,6 +29,7 @@ from pretrain.store import NotFoundError, Store, UnsupportedError, open_store
 
 ResumeMode = Literal["never", "auto", "must"]
 _CONFIG = "run.yaml"
+_NAME = re.compile(NAME_PATTERN)
 _HEADER = "# sha256 "
 _NOTE = "# The resolved config of this run. Change it with: pretrain resume RUN key=value\n"
 
@@ -65,6 +68,11 @@ class RunDirectory:
         if not name_or_path:
             raise RunError("run= is empty. It must be a run's name or path. See pretrain list.")
         is_path = "/" in name_or_path or name_or_path in (".", "..")
+        if not is_path and not _NAME.fullmatch(name_or_path):
+            raise RunError(
+                f"run={name_or_path!r} is not a run's name. A name has letters, digits, dot, dash, underscore. "
+                "Give a name as in pretrain list, or a path with a slash."
+            )
         home = open_store(home_url())
         candidates = [open_store(name_or_path)] if is_path else [home.child(name_or_path), open_store(name_or_path)]
         for store in candidates:
@@ -265,7 +273,7 @@ def list_runs(home: str | None = None) -> list[RunStatus]:
     for name in _run_names(store):
         try:
             result.append(RunDirectory(store.child(name)).status())
-        except (DamagedFileError, NotFoundError) as error:
+        except PretrainError as error:
             result.append(RunStatus(name=name, state="damaged", reason=str(error)))
     return result
 

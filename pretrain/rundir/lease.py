@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.errors import FencedError, LeaseHeldError, RunError, StoreError
-from pretrain.rundir.process import ProcessIdentity, is_alive, this_process
+from pretrain.rundir.process import ProcessIdentity, is_alive, is_ending, this_process
 from pretrain.rundir.records import DamagedFileError, encode_record, read_record
 from pretrain.store import NotFoundError, Store
 
@@ -24,6 +24,8 @@ RENEW_EVERY_S = 1.0
 DEAD_AFTER_S = 30.0
 # A living holder shows itself within this time by a renewal, however wrong the clocks are.
 WATCH_S = 5.0
+# A process that was just killed on this host still shows for a moment: `kill -9` and `resume` in one line must work.
+KILLED_S = 1.0
 _REMEDY = "Make sure that no process trains this run any more, then take it over with pretrain resume RUN --takeover."
 
 
@@ -245,9 +247,14 @@ def _wait_for_death(store: Store, number: int, clock: Clock) -> None:
         if record.released or alive is False:
             return
         first = first or record
-        if alive or record.renewed_at != first.renewed_at:
-            raise _held(store, record)
         watched = clock.monotonic() - started
+        if alive:
+            if watched >= (DEAD_AFTER_S if is_ending(record.holder) else KILLED_S):
+                raise _held(store, record)
+            clock.sleep(0.02)
+            continue
+        if record.renewed_at != first.renewed_at:
+            raise _held(store, record)
         if watched >= WATCH_S and (watched > DEAD_AFTER_S or clock.now() - record.renewed_at > DEAD_AFTER_S):
             return
         clock.sleep(0.5)

@@ -75,15 +75,21 @@ def is_alive(identity: ProcessIdentity) -> bool | None:
     return found.start_time == identity.start_time and not found.dead
 
 
+def is_ending(identity: ProcessIdentity) -> bool:
+    """Whether a process that still lives is on its way out (killed, and the kernel is freeing what it had)."""
+    found = _look(identity.pid) if identity.boot_id == _boot_id() else None
+    return found is not None and found.start_time == identity.start_time and found.ending
+
+
 def wait_until_gone(identities: Sequence[ProcessIdentity], timeout_s: float = 10.0) -> list[ProcessIdentity]:
     """Waits for processes of this host to end, then kills (SIGKILL) those left, with the group that they lead.
 
-    Processes that cannot be seen from here are left alone. Gives those that had to be killed.
+    Processes that cannot be seen from here, and the caller's own, are left alone. Gives those that had to be killed.
 
     Raises:
         RunError: one survives even that (stuck in the kernel, or another user's).
     """
-    left = _wait(identities, timeout_s)
+    left = _wait([identity for identity in identities if identity != this_process()], timeout_s)
     for identity in left:
         _kill(identity)
     stuck = _wait(left, 5.0) if left else []
@@ -122,10 +128,14 @@ def _kill(identity: ProcessIdentity) -> None:
                 os.close(descriptor)
 
 
+_PF_EXITING = 0x4  # include/linux/sched.h
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     start_time: float
     dead: bool  # a zombie runs nothing any more; only its parent has not looked yet
+    ending: bool = False
 
 
 def _look(pid: int) -> _Found | None:
@@ -137,7 +147,8 @@ def _look(pid: int) -> _Found | None:
         return None
     # The name in parentheses may hold anything, spaces and parentheses too: fields count from its end.
     fields = text[text.rindex(")") + 2 :].split()
-    return _Found(start_time=float(fields[19]), dead=fields[0] in "ZXx")
+    ending = bool(int(fields[6]) & _PF_EXITING)
+    return _Found(start_time=float(fields[19]), dead=fields[0] in "ZXx", ending=ending)
 
 
 def _look_without_proc(pid: int) -> _Found | None:

@@ -82,7 +82,7 @@ PROBLEMS = {
     "a:\n\t- b\n": "f, line 2, column 1, is not YAML:",
     "a: *unknown\n": "is not YAML: found undefined alias",
     "a: &x [*x]\n": "f, line 1, has an alias that contains itself.",
-    "a: !!python/object/apply:os.system [ls]\n": "f, line 1, has the tag tag:yaml.org,2002:python/object/apply:os.system.",
+    "a: !!python/object/apply:os.system [ls]\n": "f, line 1, has the tag tag:yaml.org,2002:python/object",
     "a: !!int '3'\n": "f, line 1, has the tag tag:yaml.org,2002:int. Tags are not supported.",
     "? [a, b]\n: 1\n": "f, line 1, has a key that is no text.",
     "a: 1\n---\nb: 2\n": "is not YAML: but found another document",
