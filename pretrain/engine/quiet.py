@@ -22,6 +22,7 @@ def load_deepspeed(device: torch.device) -> ModuleType:
     """
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it, also in a process that nobody launched
     # Old calls inside DeepSpeed; no user of this project can act on them.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"deepspeed(\.|$)")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed(\.|$)")
