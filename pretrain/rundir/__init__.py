@@ -3,7 +3,7 @@
 Ranks and `launch` share it. Everything goes through `store/`; what is read back has a checksum.
 """
 
-from pretrain.rundir.directory import Request, ResumeMode, RunDirectory, list_runs
+from pretrain.rundir.directory import Request, ResumeMode, RunDirectory, home_url, list_runs
 from pretrain.rundir.journal import Event, EventKind, JournalWriter
 from pretrain.rundir.lease import Lease
 from pretrain.rundir.process import ProcessIdentity, identify_process, is_alive, this_process, wait_until_gone
@@ -22,6 +22,7 @@ __all__ = [
     "RunDirectory",
     "RunState",
     "RunStatus",
+    "home_url",
     "identify_process",
     "is_alive",
     "list_runs",

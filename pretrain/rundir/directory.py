@@ -1,15 +1,11 @@
 """A run's directory: what lies where, how a run is found, claimed, stopped and read.
 
-    run.yaml  tokenizer.json  journal/  lease/  control/  checkpoints/  metrics/  logs/  samples/  plots/
-
-`run.yaml` is the resolved config; its first line holds the sha256 of the rest, so that it is also a
-config that can be trained again under another name.
+run.yaml  tokenizer.json  journal/  lease/  control/  checkpoints/  metrics/  logs/  samples/  plots/
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import os
 import re
 import socket
@@ -17,21 +13,18 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from pretrain.config import ConfigChange, RunConfig, config_from_dict, describe_changes, diff_configs, dump_yaml
+from pretrain.config import ConfigChange, RunConfig, describe_changes, diff_configs
 from pretrain.config.schema import NAME_PATTERN
-from pretrain.config.yaml_text import parse_yaml
 from pretrain.errors import ConfigError, PretrainError, RunError
 from pretrain.rundir.journal import Event, JournalWriter, read_events
 from pretrain.rundir.lease import Lease
-from pretrain.rundir.records import DamagedFileError, damaged, decode_record, encode_record
+from pretrain.rundir.records import DamagedFileError, decode_record, encode_record
+from pretrain.rundir.run_yaml import CONFIG_KEY, encode_config, read_config
 from pretrain.rundir.status import RunStatus, metrics_key, read_status
 from pretrain.store import NotFoundError, Store, UnsupportedError, open_store
 
 ResumeMode = Literal["never", "auto", "must"]
-_CONFIG = "run.yaml"
 _NAME = re.compile(NAME_PATTERN)
-_HEADER = "# sha256 "
-_NOTE = "# The resolved config of this run. Change it with: pretrain resume RUN key=value\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ class RunDirectory:
         home = open_store(home_url())
         candidates = [open_store(name_or_path)] if is_path else [home.child(name_or_path), open_store(name_or_path)]
         for store in candidates:
-            if store.exists(_CONFIG):
+            if store.exists(CONFIG_KEY):
                 return cls(store)
         if is_path:
             raise RunError(
@@ -114,7 +107,7 @@ class RunDirectory:
         """
         run = cls(open_store(home_url(home)).child(config.name))
         for _ in range(2):
-            if run.store.exists(_CONFIG):
+            if run.store.exists(CONFIG_KEY):
                 return run, run._prepare_resume(config, resume)
             if resume == "must":
                 raise RunError(
@@ -122,7 +115,7 @@ class RunDirectory:
                     "Correct --name or PRETRAIN_HOME, or use --resume auto to start it if it is new."
                 )
             others = run.store.names()
-            if others and not run.store.exists(_CONFIG):
+            if others and not run.store.exists(CONFIG_KEY):
                 raise RunError(
                     f"run={run.url} has no run.yaml but holds {', '.join(others[:5])}. A new run needs an empty place. "
                     "Choose another --name or move those files away."
@@ -159,31 +152,15 @@ class RunDirectory:
             DamagedFileError: run.yaml does not match its sha256, or does not fit this version's schema.
             NotFoundError: there is none.
         """
-        where = f"{self.url}/{_CONFIG}"
-        remedy = "Undo the change or restore it from a backup; to change a config use pretrain resume RUN key=value."
-        text = self.store.get(_CONFIG).decode("utf-8", errors="replace")
-        first, _, rest = text.partition("\n")
-        if not first.startswith(_HEADER):
-            raise damaged(where, "its first line does not hold its sha256", remedy)
-        if first.removeprefix(_HEADER) != _text_sha256(rest):
-            raise damaged(where, "its content does not match the sha256 in its first line", remedy)
-        values, problems = parse_yaml(rest, where)
-        try:
-            if problems or not isinstance(values, dict):
-                raise ConfigError(problems or ["it is not a mapping"])
-            return config_from_dict(values)
-        except ConfigError as error:
-            raise DamagedFileError(
-                f"{where} does not fit this version of pretrain: {error} Use the version that wrote it."
-            ) from None
+        return read_config(self.store)
 
     def write_config(self, config: RunConfig) -> None:
         """Replaces run.yaml; for the holder of the lease."""
-        self.store.put(_CONFIG, _encode_config(config))
+        self.store.put(CONFIG_KEY, encode_config(config))
 
     def _create(self, config: RunConfig) -> bool:
         try:
-            return self.store.put_if_absent(_CONFIG, _encode_config(config))
+            return self.store.put_if_absent(CONFIG_KEY, encode_config(config))
         except UnsupportedError:
             # An object store cannot decide a race of two creators; the lease decides who trains.
             self.write_config(config)
@@ -284,17 +261,8 @@ def home_url(home: str | None = None) -> str:
 
 
 def _run_names(home: Store) -> list[str]:
-    return [name for name in home.names() if home.exists(f"{name}/{_CONFIG}")]
+    return [name for name in home.names() if home.exists(f"{name}/{CONFIG_KEY}")]
 
 
 def _request_key(moment_ns: int) -> str:
     return f"control/{moment_ns:020d}-stop.json"
-
-
-def _encode_config(config: RunConfig) -> bytes:
-    text = _NOTE + dump_yaml(config)
-    return f"{_HEADER}{_text_sha256(text)}\n{text}".encode()
-
-
-def _text_sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

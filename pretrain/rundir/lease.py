@@ -12,21 +12,25 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from dataclasses import dataclass
-from typing import Any
 
 from pretrain.errors import FencedError, LeaseHeldError, RunError, StoreError
-from pretrain.rundir.process import ProcessIdentity, is_alive, is_ending, this_process
-from pretrain.rundir.records import DamagedFileError, encode_record, read_record
+from pretrain.rundir.lease_file import (
+    DEAD_AFTER_S,
+    LeaseRecord,
+    lease_key,
+    lease_numbers,
+    newest_number,
+    read_lease,
+)
+from pretrain.rundir.process import is_alive, is_ending, this_process
+from pretrain.rundir.records import encode_record
 from pretrain.store import NotFoundError, Store
 
 RENEW_EVERY_S = 1.0
-DEAD_AFTER_S = 30.0
 # A living holder shows itself within this time by a renewal, however wrong the clocks are.
 WATCH_S = 5.0
 # A process that was just killed on this host still shows for a moment: `kill -9` and `resume` in one line must work.
 KILLED_S = 1.0
-_REMEDY = "Make sure that no process trains this run any more, then take it over with pretrain resume RUN --takeover."
 
 
 class Clock:
@@ -40,28 +44,6 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRecord:
-    """What the file of a lease says."""
-
-    number: int
-    uuid: str
-    holder: ProcessIdentity
-    purpose: str
-    renewed_at: float
-    released: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "number": self.number,
-            "uuid": self.uuid,
-            **self.holder.to_json(),
-            "purpose": self.purpose,
-            "renewed_at": self.renewed_at,
-            "released": self.released,
-        }
 
 
 class Lease:
@@ -192,49 +174,6 @@ class Lease:
         self._store.put(lease_key(self.number), encode_record(self._record.to_json()))
 
 
-def lease_key(number: int) -> str:
-    return f"lease/{number:06d}.json"
-
-
-def lease_numbers(store: Store) -> list[int]:
-    """Numbers of all leases ever given, rising."""
-    stems = [name.removesuffix(".json") for name in store.names("lease")]
-    return sorted(int(stem) for stem in stems if stem.isdigit())
-
-
-def newest_number(store: Store) -> int:
-    """Number of the newest lease, 0 if there never was one; the journal counts too, should leases be deleted."""
-    journal = [int(name) for name in store.names("journal") if name.isdigit()]
-    return max([0, *lease_numbers(store), *journal])
-
-
-def read_lease(store: Store, number: int) -> LeaseRecord:
-    """The file of a lease. Raises NotFoundError, DamagedFileError or StoreError."""
-    body = read_record(store, lease_key(number), _REMEDY)
-    return LeaseRecord(
-        number=int(body["number"]),
-        uuid=str(body["uuid"]),
-        holder=ProcessIdentity.from_json(body),
-        purpose=str(body["purpose"]),
-        renewed_at=float(body["renewed_at"]),
-        released=bool(body["released"]),
-    )
-
-
-def newest_lease(store: Store) -> LeaseRecord | None:
-    """The run's last lease, held or not. Raises DamagedFileError or StoreError."""
-    numbers = lease_numbers(store)
-    return read_lease(store, numbers[-1]) if numbers else None
-
-
-def is_held(record: LeaseRecord, now: float) -> bool:
-    """Whether a lease looks held to someone who only looks once."""
-    if record.released:
-        return False
-    alive = is_alive(record.holder)
-    return now - record.renewed_at <= DEAD_AFTER_S if alive is None else alive
-
-
 def _wait_for_death(store: Store, number: int, clock: Clock) -> None:
     """Returns when the holder of a lease is certainly dead. Raises LeaseHeldError when it lives."""
     started, first = clock.monotonic(), None
@@ -266,6 +205,3 @@ def _held(store: Store, record: LeaseRecord) -> LeaseHeldError:
         "Only one process may train a run. Wait for it, stop it with pretrain stop, "
         "or, if it is certainly gone, use pretrain resume RUN --takeover."
     )
-
-
-__all__ = ["Clock", "DamagedFileError", "Lease", "LeaseRecord", "is_held", "newest_lease", "read_lease"]

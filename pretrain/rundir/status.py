@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pretrain.rundir.journal import Event, EventKind, read_events
-from pretrain.rundir.lease import LeaseRecord, is_held, newest_lease
+from pretrain.rundir.lease_file import LeaseRecord, is_held, newest_lease
 from pretrain.store import NotFoundError, Store
 
 RunState = Literal[

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from pretrain.config import RunConfig, config_from_dict
 from pretrain.rundir import ProcessIdentity, RunDirectory, this_process
-from pretrain.rundir.lease import Clock, LeaseRecord, lease_key
+from pretrain.rundir.lease import Clock
+from pretrain.rundir.lease_file import LeaseRecord, lease_key
 from pretrain.rundir.records import encode_record
 from pretrain.store import Store
 from tests.config.base import values

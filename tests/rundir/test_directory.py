@@ -232,7 +232,7 @@ def test_any_flipped_bit_in_run_yaml_is_an_error_that_names_it(tmp_path: Path) -
 def test_a_config_of_another_version_is_told_apart_from_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("pretrain.rundir.directory.dump_yaml", lambda config: "name: tiny\nturbo: 1\n")
+        patch.setattr("pretrain.rundir.run_yaml.dump_yaml", lambda config: "name: tiny\nturbo: 1\n")
         run.write_config(config())
     with pytest.raises(
         DamagedFileError, match=r"run.yaml does not fit this version of pretrain: (.|\n)*turbo is not known"

@@ -15,7 +15,7 @@ import pytest
 
 from pretrain.errors import ExitCode, FencedError, LeaseHeldError, RunError, StoreError
 from pretrain.rundir import DamagedFileError, Lease, this_process
-from pretrain.rundir.lease import lease_key, read_lease
+from pretrain.rundir.lease_file import lease_key, read_lease
 from pretrain.store import Store, UnsupportedError, open_store
 from tests.rundir.helpers import ELSEWHERE, FakeClock, flip_bits, gone_process, put_lease, start_holder
 

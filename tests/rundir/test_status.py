@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.rundir import DamagedFileError, JournalWriter, Lease, RunDirectory, this_process
-from pretrain.rundir.lease import lease_key
+from pretrain.rundir.lease_file import lease_key
 from tests.rundir.helpers import ELSEWHERE, flip_bits, gone_process, new_run, put_lease
 
 
