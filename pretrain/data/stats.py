@@ -1,0 +1,95 @@
+"""Numbers about a built source: lengths of documents, fill, use of the vocabulary.
+
+Takes the store of a source -> gives `SourceStats`; reads every block through the checking reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.blocks import BlockReader, TokenBlock
+from pretrain.data.format import Manifest, read_manifest
+from pretrain.store import Store
+
+_QUANTILES = {"min": 0.0, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    """What a source holds.
+
+    Attributes:
+        manifest: its manifest.
+        lengths: tokens per document, end token included: min, median, p90, p99, max, mean; by side.
+        fill_fraction: real tokens over slots; by side.
+        ids_used: distinct ids that occur (both sides together).
+    """
+
+    manifest: Manifest
+    lengths: dict[str, dict[str, float]]
+    fill_fraction: dict[str, float]
+    ids_used: int
+
+    def to_json(self) -> dict[str, Any]:
+        body = self.manifest.body() | {"sha256": self.manifest.sha256, "shards": len(self.manifest.shards)}
+        return body | {key: value for key, value in asdict(self).items() if key != "manifest"}
+
+
+def source_stats(store: Store, progress: Callable[[int], None] | None = None) -> SourceStats:
+    """Reads all blocks and counts; `progress` hears the number of blocks done.
+
+    Raises:
+        DataError: the source is damaged.
+        StoreError: the storage failed.
+    """
+    manifest = read_manifest(store)
+    reader = BlockReader(store, manifest, kept_blocks=1)
+    uses = np.zeros(manifest.vocabulary_size, dtype=np.int64)
+    lengths: dict[str, list[np.ndarray]] = {}
+    carried = 0  # tokens of a document that began in an earlier block
+    for number in range(manifest.blocks):
+        block = reader.read(number)
+        if isinstance(block, TokenBlock):
+            sizes = np.diff(block.ends, prepend=0)
+            sizes[:1] += carried
+            last_end = int(block.ends[-1]) if len(block.ends) else -carried
+            carried = block.real_tokens - last_end
+            lengths.setdefault("tokens", []).append(sizes)
+            uses += np.bincount(block.ids[: block.real_tokens], minlength=len(uses))
+        else:
+            sides = {
+                "source": (block.source_ids, block.source_ends, manifest.source_capacity),
+                "target": (block.target_ids, block.target_ends, manifest.target_capacity),
+            }
+            for side, (ids, ends, capacity) in sides.items():
+                starts = np.maximum(np.concatenate([[0], ends[:-1]])[: len(ends)], (ends - 1) // capacity * capacity)
+                lengths.setdefault(side, []).append(ends - starts)
+                real = np.concatenate([ids[start:end] for start, end in zip(starts, ends, strict=True)])
+                uses += np.bincount(real, minlength=len(uses))
+        if progress is not None:
+            progress(number + 1)
+    joined = {side: np.concatenate(parts) for side, parts in lengths.items()}
+    return SourceStats(
+        manifest=manifest,
+        lengths={side: _describe(values) for side, values in joined.items()},
+        fill_fraction={side: int(values.sum()) / _slots(manifest, side) for side, values in joined.items()},
+        ids_used=int((uses > 0).sum()),
+    )
+
+
+def _slots(manifest: Manifest, side: str) -> int:
+    capacity = {"source": manifest.source_capacity, "target": manifest.target_capacity}
+    per_block = manifest.block_tokens if side == "tokens" else manifest.rows_per_block * capacity[side]
+    return manifest.blocks * per_block
+
+
+def _describe(lengths: np.ndarray) -> dict[str, float]:
+    values = {
+        name: float(value)
+        for name, value in zip(_QUANTILES, np.quantile(lengths, list(_QUANTILES.values())), strict=True)
+    }
+    return values | {"mean": float(lengths.mean())}

@@ -1,0 +1,194 @@
+"""Checks every byte and every promise of a built source, and names each problem.
+
+Takes the store of a source -> gives a `VerifyReport`; problems are found and listed, not raised.
+Checked: sizes, sha256, tar headers, crc32 of members, ids below the vocabulary, document ends,
+provenance, the token after each block, sums. Memory: one shard.
+Source: own; independent of the reader, which checks only what it reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pretrain.data.format import INDEX_SUFFIX, Manifest, ShardIndex, decode_provenance, read_manifest
+from pretrain.data.shard_writer import ustar_header
+from pretrain.errors import DataError
+from pretrain.store import NotFoundError, Store
+
+_TAR_BLOCK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What was looked at and what is wrong; good if `problems` is empty."""
+
+    url: str
+    sha256: str
+    shards: int
+    blocks: int
+    documents: int
+    tokens: int
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def verify_source(store: Store) -> VerifyReport:
+    """Reads and checks everything.
+
+    Raises:
+        DataError: the manifest is missing or damaged.
+        StoreError: the storage failed.
+    """
+    manifest = read_manifest(store)
+    problems: list[str] = []
+    carried: int | None = None
+    for number in range(len(manifest.shards)):
+        check = _ShardCheck(store, manifest, number)
+        found = list(check.run(carried))
+        problems += found
+        carried = check.next_token if not found else None
+    if carried is not None and carried != manifest.eos_id:
+        problems.append(f"{store.url}: the last block is followed by token {carried}, not by eos {manifest.eos_id}")
+    for name in ("documents", "tokens", "source_tokens", "text_bytes"):
+        if getattr(manifest, name) != sum(getattr(shard, name) for shard in manifest.shards):
+            problems.append(f"{store.url}: {name} of the manifest is not the sum over its shards")
+    return VerifyReport(
+        url=store.url,
+        sha256=manifest.sha256,
+        shards=len(manifest.shards),
+        blocks=manifest.blocks,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        problems=tuple(problems),
+    )
+
+
+class _ShardCheck:
+    """One shard. `next_token` is the id that must begin the following shard (kind tokens)."""
+
+    def __init__(self, store: Store, manifest: Manifest, number: int) -> None:
+        self._store, self._manifest, self._number = store, manifest, number
+        self._entry = manifest.shards[number]
+        self._where = f"{store.url}/{self._entry.name}"
+        self.next_token: int | None = None
+
+    def run(self, carried: int | None) -> Iterator[str]:
+        """Yields problems."""
+        self.next_token = carried
+        try:
+            data = self._store.get(self._entry.name)
+        except NotFoundError:
+            yield f"{self._where} is missing"
+            return
+        if len(data) != self._entry.bytes:
+            yield f"{self._where} holds {len(data)} bytes, the manifest says {self._entry.bytes}"
+        elif hashlib.sha256(data).hexdigest() != self._entry.sha256:
+            yield f"{self._where} does not match its sha256"
+        try:
+            where = self._where + INDEX_SUFFIX
+            index = ShardIndex.from_bytes(
+                self._store.get(self._entry.name + INDEX_SUFFIX), self._manifest, self._number, where
+            )
+        except NotFoundError:
+            yield f"{where} is missing"
+            return
+        except DataError as error:
+            yield str(error)
+            return
+        sums = np.zeros(3, dtype=np.int64)
+        for row in range(len(index)):
+            members, damage = self._members(memoryview(data), index, row)
+            problems = damage or list(self._content(members, index, row, sums))
+            yield from (f"{self._where}, block {index.block_number(row)}: {problem}" for problem in problems)
+            if problems:
+                self.next_token = None
+        expected = (self._entry.documents, self._entry.tokens, self._entry.source_tokens)
+        if self.next_token is not None and tuple(sums.tolist()) != expected:
+            yield f"{self._where} holds {sums.tolist()} documents, tokens, source tokens, the manifest says {expected}"
+
+    def _members(self, data: memoryview, index: ShardIndex, row: int) -> tuple[list[memoryview], list[str]]:
+        members, problems = [], []
+        for member, suffix in enumerate(index.members):
+            span = index.span(row, member)
+            payload = data[span.offset : span.offset + span.length]
+            header = data[span.offset - _TAR_BLOCK : span.offset]
+            if len(payload) != span.length:
+                problems.append(f"{suffix} is cut off at {len(data)} bytes")
+            elif zlib.crc32(payload) != span.crc32:
+                problems.append(f"{suffix} does not match its crc32")
+            elif header != ustar_header(f"{index.block_number(row):08d}.{suffix}", span.length):
+                problems.append(f"the tar header of {suffix} is damaged")
+            members.append(payload)
+        return members, problems
+
+    def _content(self, members: list[memoryview], index: ShardIndex, row: int, sums: np.ndarray) -> Iterator[str]:
+        manifest = self._manifest
+        sides = [
+            (np.frombuffer(ids, dtype=f"<{manifest.dtype}"), np.frombuffer(ends, dtype="<u4").astype(np.int64))
+            for ids, ends in zip(members[0:-1:2], members[1:-1:2], strict=True)
+        ]
+        documents, continued = decode_provenance(bytes(members[-1]))
+        for ids, _ in sides:
+            if int(ids.max()) >= manifest.vocabulary_size:
+                yield f"token id {int(ids.max())} is outside the vocabulary of {manifest.vocabulary_size}"
+        last = index.block_number(row) == manifest.blocks - 1
+        if manifest.kind == "tokens":
+            ids, ends = sides[0]
+            yield from self._text(ids, ends, index.real_tokens(row), len(documents), last=last)
+            sums += (len(ends), index.real_tokens(row), 0)
+            self.next_token = int(ids[-1])
+        else:
+            source, target = (
+                _row_lengths(ends, capacity)
+                for (_, ends), capacity in zip(sides, (manifest.source_capacity, manifest.target_capacity), strict=True)
+            )
+            if source is None or target is None:
+                yield "document ends are not ascending, or a row has no free slot"
+                return
+            if not np.array_equal(source[1], target[1]) or len(documents) != len(sides[0][1]) or continued:
+                yield "rows hold other numbers of documents on one side than on the other or in the provenance"
+            if target[0] != index.real_tokens(row):
+                yield f"the index says {index.real_tokens(row)} target tokens, the rows hold {target[0]}"
+            sums += (len(documents), target[0], source[0])
+            self.next_token = manifest.eos_id
+
+    def _text(
+        self, ids: np.ndarray, ends: np.ndarray, real_tokens: int, num_documents: int, *, last: bool
+    ) -> Iterator[str]:
+        manifest = self._manifest
+        if len(ids) != manifest.block_tokens + 1:
+            yield f"{len(ids)} ids, a block has {manifest.block_tokens + 1}"
+        if self.next_token is not None and int(ids[0]) != self.next_token:
+            yield f"begins with token {int(ids[0])}, the block before says {self.next_token}"
+        if (np.diff(ends, prepend=0) < 1).any() or (len(ends) and int(ends[-1]) > real_tokens):
+            yield "document ends are not ascending within the real tokens"
+        elif (ids[ends - 1] != manifest.eos_id).any():
+            yield "a document does not end with eos"
+        goes_on = not len(ends) or int(ends[-1]) != manifest.block_tokens
+        if last:
+            goes_on = False
+            if not len(ends) or int(ends[-1]) != real_tokens:
+                yield "the last document does not end with the real tokens"
+        elif real_tokens != manifest.block_tokens:
+            yield "padding before the last block"
+        if num_documents != len(ends) + goes_on:
+            yield f"{num_documents} documents in the provenance, {len(ends) + goes_on} in the block"
+
+
+def _row_lengths(ends: np.ndarray, capacity: int) -> tuple[int, np.ndarray] | None:
+    """(tokens of all rows, row of each document); None if the ends break the layout."""
+    rows = (ends - 1) // capacity
+    starts = np.concatenate([[0], ends[:-1]])
+    new_row = np.concatenate([[True], rows[1:] != rows[:-1]]) if len(rows) else np.zeros(0, dtype=bool)
+    lengths = ends - np.where(new_row, rows * capacity, starts)
+    if (lengths < 1).any() or (ends == (rows + 1) * capacity).any():
+        return None
+    return int(lengths.sum()), rows
