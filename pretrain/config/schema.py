@@ -320,7 +320,7 @@ class RunConfig(Section):
 
     name: Text = setting(
         "name of the run: letters, digits, dot, dash, underscore",
-        resume="refused",
+        resume="logged",  # it is the directory's name: it only differs where somebody renamed that
         pattern=NAME_PATTERN,
     )
     seed: Count = setting("seed of everything random", resume="refused", lt=2**63)

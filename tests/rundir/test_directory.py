@@ -126,6 +126,14 @@ def test_a_field_that_a_resume_must_not_change_is_refused_old_to_new(tmp_path: P
     assert contents(run) == before
 
 
+def test_a_run_whose_directory_was_renamed_goes_on_under_the_new_name(tmp_path: Path) -> None:
+    new_run(tmp_path)
+    (tmp_path / "tiny").rename(tmp_path / "renamed")
+    run, changes = RunDirectory.claim(config("renamed"), resume="must", home=str(tmp_path))
+    assert describe_changes(changes) == ["name: tiny -> renamed (applies from the next step on)"]
+    assert RunDirectory.locate(run.url).name == "renamed"
+
+
 RACER = """
 import sys
 from pretrain.errors import RunError
