@@ -131,4 +131,4 @@ def _same(one: Mapping[str, Any], other: Mapping[str, Any], field: str) -> bool:
 def _show(record: Mapping[str, Any], field: str) -> str:
     if field not in record:
         return "missing"
-    return "not finite" if record[field] is None else repr(record[field])
+    return "not finite" if record[field] is None else str(record[field])

@@ -94,7 +94,7 @@ class Proof:
             ("killed", "pid", "attempt", "after step", "evidence", "next step after"),
             [(k.target, k.pid, k.attempt, k.step, k.evidence, k.back_s and f"{k.back_s:.1f} s") for k in self.kills],
         )
-        rows = [(c.what, c.untouched, c.killed, "yes" if c.equal else "NO") for c in self.comparisons]
+        rows = [(c.what, c.untouched[:22], c.killed[:22], "yes" if c.equal else "NO") for c in self.comparisons]
         verdict = (
             f"EQUAL, bit for bit: {self.steps} steps on {self.ranks} ranks, {len(self.kills)} kills (seed {self.seed})"
             if self.equal
@@ -193,13 +193,10 @@ def _step_seconds(run: RunDirectory) -> float:
 
 
 def _compare(untouched: RunDirectory, killed: RunDirectory, total_steps: int) -> list[Comparison]:
-    from pretrain.checkpoint import list_checkpoints, weights_sha256
+    from pretrain.checkpoint import newest_checkpoint, weights_sha256
 
     comparisons = compare_records(read_attempts(untouched.store), read_attempts(killed.store), total_steps)
-    hashes = []
-    for run in (untouched, killed):
-        newest = list_checkpoints(run.checkpoints)[-1]
-        hashes.append((newest.step, weights_sha256(run.checkpoints, newest.name)))
-    (step_one, one), (step_other, other) = hashes
-    final = Comparison("final weights, sha256", one, other, one == other and step_one == step_other == total_steps)
-    return [*comparisons, final]
+    names = [newest_checkpoint(run.checkpoints) for run in (untouched, killed)]
+    one, other = (weights_sha256(run.checkpoints, name) for run, name in zip((untouched, killed), names, strict=True))
+    at_the_end = all(name.startswith(f"step-{total_steps:08d}-") for name in names)
+    return [*comparisons, Comparison("final weights, sha256", one, other, one == other and at_the_end)]

@@ -54,7 +54,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Loads run, tokenizer and weights, generates, prints the text (after its prompt) or JSON."""
-    from pretrain.checkpoint import list_checkpoints, read_weights
+    from pretrain.checkpoint import newest_checkpoint, read_weights
     from pretrain.generate.load import load_model
     from pretrain.generate.sampling import SamplingOptions
     from pretrain.generate.text import generate_text
@@ -64,10 +64,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
     text = _read_text(args)
     config = directory.config()
-    known = list_checkpoints(directory.checkpoints)
-    if args.checkpoint is None and not known:
-        raise UserError(f"run={directory.name} has no checkpoint yet. Text needs trained weights. Train it first.")
-    name = args.checkpoint or known[-1].name
+    name = args.checkpoint or newest_checkpoint(directory.checkpoints)
     tokenizer = _tokenizer(directory, config)
     model = load_model(config, read_weights(directory.checkpoints, name), f"{directory.url}/checkpoints/{name}")
     written = generate_text(model, config.model, tokenizer, text, sampling=sampling, max_tokens=args.max_tokens)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch import prove
+from launch import cli, prove
 from launch.proof import plan_kills
 from pretrain.data.tokenizer import train_bpe
 from pretrain.errors import PretrainError
@@ -23,9 +23,19 @@ CONFIG = Path(__file__).parents[2] / "configs/tests/tiny-decoder.yaml"
 STEPS, KILLS, SEED = 20, 2, 5
 
 
-def _pretrain(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _prove(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    tokenizer = tmp_path / "tokenizer.json"
+    train_bpe([Path(__file__).read_text()], 300).save(tokenizer)
+    write_tokens(tmp_path / "text", random_documents(600, 40), tokenizer, block_tokens=256, shard_blocks=8)
+    overrides = (
+        f"tokenizer={tokenizer}",
+        f"data.sources.text.path={tmp_path / 'text'}",
+        f"schedule.total_steps={STEPS}",
+        "batch.global_batch_size=32",  # slower steps: a kill has something to hit
+        "checkpoint.every_steps=4",
+    )
     return subprocess.run(
-        [sys.executable, "-m", "launch.cli", *words],
+        [sys.executable, "-m", "launch.cli", "prove", str(CONFIG), *overrides, *words],
         env={**os.environ, "PRETRAIN_HOME": str(tmp_path / "runs")},
         capture_output=True,
         text=True,
@@ -33,24 +43,9 @@ def _pretrain(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _prove(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    tokenizer = tmp_path / "tokenizer.json"
-    train_bpe([Path(__file__).read_text()], 300).save(tokenizer)
-    write_tokens(tmp_path / "text", random_documents(600, 40), tokenizer, block_tokens=256, shard_blocks=8)
-    return _pretrain(
-        tmp_path,
-        "prove",
-        str(CONFIG),
-        f"tokenizer={tokenizer}",
-        f"data.sources.text.path={tmp_path / 'text'}",
-        f"schedule.total_steps={STEPS}",
-        "batch.global_batch_size=32",  # slower steps: a kill has something to hit
-        "checkpoint.every_steps=4",
-        *words,
-    )
-
-
-def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouched_run(tmp_path: Path) -> None:
+def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouched_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = plan_kills(KILLS, total_steps=STEPS, num_ranks=2, seed=SEED)
     done = _prove(tmp_path, f"--kills={KILLS}", f"--seed={SEED}", "--json", "--keep")
     assert done.returncode == 0, done.stderr
@@ -67,26 +62,25 @@ def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouch
     assert compared == {"loss", "gradient norm", "data digest", "final weights"}
     (weights,) = [c for c in proof["comparisons"] if c["what"].startswith("final weights")]
     assert len(weights["untouched"]) == 64
-    _check_generate(tmp_path, proof["directory"])
+    _check_generate(proof["directory"], capsys)
 
 
-def _check_generate(tmp_path: Path, directory: str) -> None:
+def _check_generate(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same checkpoint writes the same text, whether its run was killed or not."""
     texts = set()
     for name in ("untouched", "killed"):
         options = ("--prompt=def ", "--max-tokens=8", "--temperature=1", "--seed=3", "--json")
-        done = _pretrain(tmp_path, "generate", f"{directory}/{name}", *options)
-        assert done.returncode == 0, done.stderr
-        written = json.loads(done.stdout)
+        assert cli.main(["generate", f"{directory}/{name}", *options]) == 0
+        written = json.loads(capsys.readouterr().out)
         assert written["prompt"] == "def "
         assert written["checkpoint"].startswith(f"step-{STEPS:08d}")
         assert 0 < written["tokens"] <= 8 or written["ended"]
         texts.add(written["text"])
     assert len(texts) == 1
-    absent = _pretrain(tmp_path, "generate", f"{directory}/killed", "--prompt=x", "--checkpoint=step-00000999-a001")
-    assert absent.returncode == 2
-    assert absent.stderr.startswith("error: ")
-    assert "step-00000999-a001" in absent.stderr
+    assert cli.main(["generate", f"{directory}/killed", "--prompt=x", "--checkpoint=step-00000999-a001"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert "step-00000999-a001" in message
 
 
 @pytest.mark.parametrize("words", [("--kills=0",), ("--kills=19",), ("schedule.total_stepz=3",)])
