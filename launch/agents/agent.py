@@ -21,12 +21,14 @@ from typing import Any
 
 import psutil
 
+import pretrain
 from launch.agents.process import RankOrder, RankProcess
 from launch.agents.spool import LogSpool
 from launch.agents.wire import ALIVE_EVERY_S, CONTROLLER_SILENT_S, Channel, Message
-from pretrain.rundir.process import identify
+from pretrain.rundir import identify_process
 from pretrain.store import open_store
 
+THIS_PYTHON = "{python}"  # stands in a rank's command for the interpreter that the agent runs on
 SECRET_VARIABLE = "PRETRAIN_AGENT_SECRET"
 
 
@@ -122,7 +124,8 @@ class Agent:
         environment = rank_environment_of(os.environ, self._address)
         for rank in message["ranks"]:
             number = int(rank["rank"])
-            order = RankOrder(number, message["command"], rank["environment"], self._log_of(rank))
+            command = [sys.executable if word == THIS_PYTHON else word for word in message["command"]]
+            order = RankOrder(number, command, rank["environment"], self._log_of(rank))
             try:
                 process = RankProcess(order, environment, self._listener if number == 0 else None)
             except OSError as error:
@@ -131,8 +134,7 @@ class Agent:
             self._ranks[number] = process
             self._selector.register(process.heartbeat, selectors.EVENT_READ, (number, "heartbeat"))
             self._selector.register(process.pidfd, selectors.EVENT_READ, (number, "end"))
-            identity = identify(process.pid)
-            self._send(number, "spawned", process=identity.to_json() if identity else {})
+            self._send(number, "spawned", process=identify_process(process.pid).to_json())
         if self._listener:
             self._listener.close()
             self._listener = None
@@ -179,13 +181,16 @@ class Agent:
 
 
 def rank_environment_of(environ: Mapping[str, str], address: str) -> dict[str, str]:
-    """What a rank inherits from its agent: all but Ray's own variables, and the network to talk over.
+    """What a rank inherits from its agent: all but Ray's variables, the way to the code, the network to talk over.
 
     Without a named interface gloo looks the host name up, which may give the loopback or wait 10 s for
     a name server (measured).
     """
     inherited = {name: value for name, value in environ.items() if not name.startswith("RAY_")}
     inherited.pop(SECRET_VARIABLE, None)
+    code = Path(pretrain.__file__).parent.parent
+    if code.name not in ("site-packages", "dist-packages"):  # a checkout, or the package of a Ray job
+        inherited["PYTHONPATH"] = os.pathsep.join([str(code), *filter(None, [environ.get("PYTHONPATH")])])
     interface = interface_of(address)
     if interface:
         inherited.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -214,4 +219,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

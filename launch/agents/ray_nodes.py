@@ -24,7 +24,6 @@ from launch.controller.crew import SlotsTakenError
 PLACE_WITHIN_S = 5.0
 
 
-@ray.remote(max_restarts=0)
 class AgentActor:
     """A node's agent as a Ray actor; `run` takes the actor's main thread for its whole life."""
 
@@ -62,11 +61,16 @@ class RayNodes:
                 raise SlotsTakenError("the slots were taken meanwhile")
         for node, group in groups.items():
             count = slots[node]
-            actor = AgentActor.options(
-                num_cpus=count if self._resource == "CPU" else 0,
-                num_gpus=count if self._resource == "GPU" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-            ).remote()
+            actor = (
+                ray.remote(AgentActor)
+                .options(
+                    max_restarts=0,
+                    num_cpus=count if self._resource == "CPU" else 0,
+                    num_gpus=count if self._resource == "GPU" else 0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+                )
+                .remote()
+            )
             actor.run.remote(controller, secret, node)
             self._held[node] = (group, actor)
 

@@ -16,4 +16,5 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
     parser.add_argument("--rank", type=int, default=0, help="rank whose log is printed (default 0)")
     parser.add_argument("--attempt", type=int, help="attempt whose log is printed (default: the newest)")
+    parser.add_argument("--controller", action="store_true", help="print the log of the run's controller instead")
     parser.set_defaults(handler="launch.runs:run_logs")

@@ -101,7 +101,8 @@ class Controller:
         self._journal = run.journal(lease)
         self._unwritten: list[tuple[EventKind, dict[str, Any]]] = []
         self._write_t = 0.0
-        self._state = RunState(attempt=run.next_attempt() - 1)
+        committed = [event.fields["step"] for event in run.events() if event.kind == EventKind.COMMITTED]
+        self._state = RunState(attempt=run.next_attempt() - 1, committed_step=max(committed, default=-1))
         self._stop: Stop | None = None
         self._fenced: str | None = None
         self._requests_t = self._lease_t = 0.0
@@ -165,7 +166,7 @@ class Controller:
                 self._log.info("the ranks were asked to save and end")
             case KillRanks(reason):
                 self._workers.kill()
-                self._log.info("the ranks of the attempt are ended", why=reason)
+                self._log.info("the ranks of the attempt are killed", why=reason)
             case RecordFault(attempt, fault, plan):
                 self._record_fault(attempt, fault, plan)
             case RecordEnd(attempt, outcome):
@@ -174,7 +175,7 @@ class Controller:
                 self._finish(outcome)
 
     def _record_fault(self, attempt: int, fault: Fault, plan: str) -> None:
-        self._log.error(f"{fault.message}\n{plan}")
+        self._log.error(f"{fault.text}\n{plan}")
         self.record(
             EventKind.FAULT,
             attempt=attempt,
@@ -182,6 +183,7 @@ class Controller:
             rank=fault.rank,
             exit_code=fault.exit_code,
             message=fault.message,
+            log_tail=fault.tail,
         )
 
     def _finish(self, outcome: Outcome) -> None:
@@ -206,7 +208,7 @@ class Controller:
         if news.processes:
             self._processes.update(news.processes)
             if len(self._processes) == len(self._state.ranks):
-                processes = [{**body, "rank": rank} for rank, body in sorted(self._processes.items()) if body]
+                processes = [{**body, "rank": rank} for rank, body in sorted(self._processes.items())]
                 self.record(EventKind.RANKS_STARTED, attempt=attempt, processes=processes)
         committed = None
         for _rank, line in news.events:
@@ -230,7 +232,7 @@ class Controller:
         except StoreError as error:
             self._log.warning("control requests could not be read", error=error)
             return
-        if requests and self._stop is not Stop.NOW:
+        if requests and self._stop not in (Stop.NOW, Stop.ABORT):
             self._stop = Stop.NOW if any(request.now for request in requests) else Stop.STOP
 
     def _check_lease(self, now: float) -> None:

@@ -110,7 +110,7 @@ class Crew:
     def place(self, num_ranks: int) -> None:
         """Gets slots for `num_ranks` ranks; `placed` or `place_failed` will be news."""
         self._order, self._order_t = num_ranks, time.monotonic()
-        self._answers = answers = queue.Queue()  # a late answer to an older order is not heard
+        self._answers = answers = queue.Queue[str]()  # a late answer to an older order is not heard
         missing = num_ranks - sum(agent.slots for agent in self._agents.values())
         if missing <= 0:
             return

@@ -98,7 +98,8 @@ class Hub:
                 ready = selector.select(timeout=ALIVE_EVERY_S / 2)
             with self._lock:
                 for key, events in ready:
-                    self._handle(*key.data, events)
+                    what, number = key.data
+                    self._handle(what, number, events)
         self._close_all()
 
     def _close_all(self) -> None:

@@ -36,7 +36,7 @@ from pretrain.errors import ExitCode
 Decision = tuple[RunState, list[Action]]
 
 _ENDED_WELL = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
-_STOP_STRENGTH = {None: 0, Stop.INTERRUPT: 1, Stop.STOP: 2, Stop.NOW: 3}
+_STOP_STRENGTH: dict[Stop | None, int] = {stop: strength for strength, stop in enumerate((None, *Stop))}
 
 
 def decide(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
@@ -103,8 +103,8 @@ def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> De
 def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits, asked_before: Stop | None) -> Decision:
     if seen.fenced:
         return _kill(state, now, Outcome("fenced", ExitCode.FENCED, reason=seen.fenced), seen.fenced)
-    if state.stop is Stop.NOW:
-        return _kill(state, now, _stopped(state), "stop --now")
+    if state.stop in (Stop.NOW, Stop.ABORT):
+        return _kill(state, now, _stopped(state), "asked to end at once")
     fault = _find_fault(state, seen, now, limits)
     if fault:
         return _fail(state, fault, now, limits)
@@ -142,8 +142,8 @@ def _find_fault(state: RunState, seen: Observation, now: float, limits: Limits) 
             return replace(_exit_fault(state, view.exit), cause=Cause.NODE)
     if state.phase is Phase.SUSPECTING and now - state.since_t >= limits.suspect_grace_s:
         victim = next(v.exit for v in state.ranks.values() if v.exit and v.exit.code == ExitCode.PEER_FAILED)
-        message = _with_tail("a collective broke and no rank was found that ended by its own fault", victim.tail)
-        return Fault(Cause.APPLICATION, message, exit_code=victim.code, step=state.step)
+        message = f"a collective broke in rank {victim.rank} and no rank was found that ended by its own fault"
+        return Fault(Cause.APPLICATION, message, victim.tail, exit_code=victim.code, step=state.step)
     return _find_hang(state, now, limits)
 
 
@@ -153,7 +153,8 @@ def _exit_fault(state: RunState, ended: RankExit) -> Fault:
     message = f"rank {ended.rank} on {view.host or 'this host'} {describe_exit(ended.code)}{where}"
     return Fault(
         Cause.APPLICATION,
-        _with_tail(message, ended.tail),
+        message,
+        ended.tail,
         rank=ended.rank,
         exit_code=ended.code,
         step=view.step if view.first_step is not None else None,
@@ -170,10 +171,6 @@ def describe_exit(code: int) -> str:
         except ValueError:
             return f"was ended by signal {-code}"
     return f"ended with exit code {code}"
-
-
-def _with_tail(message: str, tail: str) -> str:
-    return f"{message}. Last lines of its log:\n{tail}" if tail else message
 
 
 def _find_hang(state: RunState, now: float, limits: Limits) -> Fault | None:
@@ -209,23 +206,23 @@ def _fail(state: RunState, fault: Fault, now: float, limits: Limits) -> Decision
         crash_step=fault.step,
         crashes=crashes,
         retry_t=now + wait_s,
-        why=fault.message.splitlines()[0],
+        why=fault.message,
     )
     outcome = _give_up(state, fault, limits)
-    plan = outcome.reason if outcome else f"attempt {state.attempt + 1} starts in {wait_s:g} s"
-    state, actions = _kill(state, now, outcome, fault.message.splitlines()[0])
+    plan = "The run ends" if outcome else f"attempt {state.attempt + 1} starts in {wait_s:g} s"
+    state, actions = _kill(state, now, outcome, fault.message)
     return state, [*actions, RecordFault(state.attempt, fault, plan)]  # writing may take time: the kill goes first
 
 
 def _give_up(state: RunState, fault: Fault, limits: Limits) -> Outcome | None:
     """Why the run ends with this fault, or None: try again."""
     if fault.exit_code == ExitCode.USER_ERROR:
-        return Outcome("failed", ExitCode.USER_ERROR, reason=f"not tried again, the input is wrong: {fault.message}")
+        return Outcome("failed", ExitCode.USER_ERROR, reason=f"not tried again, the input is wrong: {fault.text}")
     if state.stop:
-        return replace(_stopped(state), reason=f"a fault while ending: {fault.message}")
+        return replace(_stopped(state), reason=f"a fault while ending: {fault.text}")
     if state.crashes >= limits.crash_loop:
         where = f"at step {fault.step}" if fault.step is not None else "before the first step"
-        reason = f"crash loop: {state.crashes} attempts in a row ended {where}. The last: {fault.message}"
+        reason = f"crash loop: {state.crashes} attempts in a row ended {where}. The last: {fault.text}"
         return Outcome("failed", ExitCode.FAILED, reason=reason)
     budget = limits.max_failures[fault.cause]
     if state.failures[fault.cause] > budget:
@@ -236,7 +233,7 @@ def _give_up(state: RunState, fault: Fault, limits: Limits) -> Outcome | None:
         }[fault.cause]
         reason = (
             f"{state.failures[fault.cause]} {fault.cause} failures since the last committed checkpoint exceed "
-            f"cluster.{key}={budget}. The last: {fault.message}"
+            f"cluster.{key}={budget}. The last: {fault.text}"
         )
         return Outcome("failed", ExitCode.FAILED, reason=reason)
     return None
@@ -264,7 +261,7 @@ def _finish(state: RunState, outcome: Outcome, attempt_word: str | None = None) 
 
 
 def _stopped(state: RunState) -> Outcome:
-    if state.stop is Stop.INTERRUPT:
+    if state.stop in (Stop.INTERRUPT, Stop.ABORT):
         return Outcome("interrupted", ExitCode.INTERRUPTED)
     return Outcome("stopped", ExitCode.STOPPED)
 

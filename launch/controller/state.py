@@ -36,7 +36,8 @@ class Stop(StrEnum):
 
     INTERRUPT = "interrupt"  # Ctrl-C or SIGTERM: save, exit 5
     STOP = "stop"  # `pretrain stop`: save, exit 4
-    NOW = "now"  # kill: exit 4
+    NOW = "now"  # `pretrain stop --now`: kill, exit 4
+    ABORT = "abort"  # a second Ctrl-C: kill, exit 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +113,19 @@ class RankView:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why an attempt failed."""
+    """Why an attempt failed: one line, and the last lines of the log of the rank to blame."""
 
     cause: Cause
     message: str
+    tail: str = ""
     rank: int | None = None
     exit_code: int | None = None
     step: int | None = None
+
+    @property
+    def text(self) -> str:
+        """The message with the log's last lines."""
+        return f"{self.message}. Last lines of its log:\n{self.tail}" if self.tail else self.message
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,142 @@
+"""A Ray for one run on this machine: started with it, gone with it.
+
+Token mode with a fresh token, a short temporary folder of its own, no usage statistics, no dashboard, no
+output. Two of them run side by side. Ray's processes die with this one by the kernel's parent-death
+signal; the folder that a SIGKILL leaves is removed by the next start and by `pretrain doctor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from pretrain.errors import PretrainError
+from pretrain.rundir import ProcessIdentity, is_alive, this_process
+
+PREFIX = "pretrain-ray-"
+LOOPBACK = "127.0.0.1"
+_OWNER = "owner.json"
+_OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no tensor goes through it
+_LONGEST_FOLDER = 44  # Ray's socket paths below it must stay under 108 bytes
+
+
+@contextmanager
+def local_ray(num_slots: int, device: str) -> Iterator[None]:
+    """Ray with `num_slots` CPUs (or the machine's GPUs for device=cuda), as long as the context lasts.
+
+    Once per process, on its main thread and before anything imports ray: Ray reads the token mode at its
+    import, and the kernel ends Ray's processes with the thread that started them.
+
+    Raises:
+        PretrainError: Ray does not start here.
+    """
+    if "ray" in sys.modules:
+        raise RuntimeError("ray was imported before local_ray could set its token mode")
+    folder = _make_folder()
+    os.environ.update(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=secrets.token_hex(32),
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+    )
+    os.environ.pop("RAY_ADDRESS", None)
+    try:
+        _start(folder, num_slots, device)
+        yield
+    finally:
+        _stop(folder)
+
+
+def _start(folder: Path, num_slots: int, device: str) -> None:
+    import ray
+
+    try:
+        with _only_needed_processes():
+            ray.init(
+                address="local",
+                num_cpus=num_slots,
+                num_gpus=0 if device == "cpu" else None,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _temp_dir=str(folder),
+                _node_ip_address=LOOPBACK,
+                _system_config={"prestart_worker_first_driver": False},  # the only worker is the agent
+            )
+    except Exception as error:  # Ray raises many kinds
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PretrainError(
+            f"the local Ray could not be started: {reason[0]}. It needs free memory, /dev/shm and loopback ports. "
+            "Look at pretrain doctor; python -m pretrain CONFIG trains without Ray."
+        ) from error
+
+
+@contextmanager
+def _only_needed_processes() -> Iterator[None]:
+    """No autoscaler monitor and no log monitor: a quarter of Ray's CPU time at start and 160 MB (measured).
+
+    Ray has the two switches, but `ray.init` does not pass them on.
+    """
+    from ray._private import parameter
+
+    original = parameter.RayParams
+    parameter.RayParams = functools.partial(original, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        parameter.RayParams = original
+
+
+def _stop(folder: Path) -> None:
+    """Ends Ray and waits until its processes are gone: they write into the folder to their end."""
+    import ray
+
+    started = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, left = psutil.wait_procs(started, timeout=5.0)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5.0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers() -> list[Path]:
+    """Removes the folders of local Rays whose owners are gone; gives what was removed."""
+    removed = []
+    for base in {_base(), Path("/tmp")}:
+        for folder in base.glob(f"{PREFIX}*"):
+            owner = _owner_of(folder)
+            if owner is not None and is_alive(owner) is False and folder.lstat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder)
+    return removed
+
+
+def _make_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_base()))  # mode 0700
+    (folder / _OWNER).write_text(json.dumps(this_process().to_json()))
+    return folder
+
+
+def _base() -> Path:
+    base = Path(tempfile.gettempdir())
+    return base if len(str(base)) + 1 + len(PREFIX) + 8 <= _LONGEST_FOLDER else Path("/tmp")
+
+
+def _owner_of(folder: Path) -> ProcessIdentity | None:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return ProcessIdentity.from_json(json.loads((folder / _OWNER).read_text()))
+    return None

@@ -1,0 +1,105 @@
+"""`pretrain submit`: packs code and config, hands them to a Ray cluster as a job, returns at once.
+
+Takes a config and an address → a Ray job whose driver is `launch.driver`. The run directory is claimed
+here, so that a name that exists or a refused change is an error before anything is submitted. Data,
+tokenizer and run directory must lie where the cluster sees them under the same path or URL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pretrain
+from launch.session import RANK_COMMAND_VARIABLE
+from launch.train import config_of, is_complete, more_steps, print_changes
+from pretrain.config import RunConfig, dump_yaml
+from pretrain.errors import ExitCode, LeaseHeldError, UserError
+from pretrain.rundir import RunDirectory
+from pretrain.rundir.lease import is_held, newest_lease
+
+CONFIG_FILE = "submitted.yaml"
+STOP_WAIT_S = 120  # `ray job stop` waits so long for the checkpoint before it kills the driver
+
+
+def run_submit(args: argparse.Namespace) -> int:
+    """Handler of `pretrain submit`."""
+    config = config_of(args)
+    client = connect(args.address)
+    run, changes = RunDirectory.claim(config, resume=args.resume)
+    if not args.takeover:
+        _refuse_held(run)
+    print_changes(changes)
+    if is_complete(run, config):
+        print(f"nothing to do: the run is complete at step {config.schedule.total_steps}. {more_steps(run.name)}")
+        return int(ExitCode.DONE)
+    with tempfile.TemporaryDirectory(prefix="pretrain-submit-") as folder:
+        pack(Path(folder), config)
+        submission = client.submit_job(
+            entrypoint=entrypoint(run.url, "--takeover" if args.takeover else "--first"),
+            submission_id=new_submission_id(run.name),
+            runtime_env={"working_dir": folder, "env_vars": driver_environment()},
+            metadata={"pretrain_run": run.url},
+        )
+    print(run.name)
+    print(f"submitted as Ray job {submission}; it runs in {run.url}", file=sys.stderr)
+    print(f"next: pretrain status {run.name}; pretrain logs -f {run.name}; pretrain stop {run.name}", file=sys.stderr)
+    return int(ExitCode.DONE)
+
+
+def connect(address: str) -> Any:
+    """A client of the Jobs API at an http address, or of the Ray at `host:port` or `auto`. Raises UserError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        return JobSubmissionClient(address)
+    except Exception as error:  # Ray raises many kinds, RuntimeError and ConnectionError among them
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--address={address} does not answer: {reason}. It must be the Jobs API of a running Ray "
+            "(http://HEAD:8265), HOST:6379 or auto. Correct it, and set RAY_AUTH_MODE and RAY_AUTH_TOKEN as the "
+            "cluster has them."
+        ) from None
+
+
+def pack(folder: Path, config: RunConfig) -> None:
+    """The product's code and the resolved config, as the job's working directory: nothing else goes along."""
+    source = Path(pretrain.__file__).parent.parent
+    for package in ("pretrain", "launch"):
+        shutil.copytree(source / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / CONFIG_FILE).write_text(dump_yaml(config))
+
+
+def entrypoint(run_url: str, *options: str) -> str:
+    """The driver's shell command: this very interpreter where the cluster has it, else the one on its PATH."""
+    words = ["-m", "launch.driver", run_url, *options]
+    python = shlex.quote(sys.executable)
+    return f'P={python}; "$P" -c \'import ray\' 2>/dev/null || P=python; exec "$P" {shlex.join(words)}'
+
+
+def new_submission_id(name: str) -> str:
+    """Ray refuses an id twice, so it holds the moment."""
+    return f"pretrain-{name}-{time.time_ns() // 1_000_000}"
+
+
+def driver_environment() -> dict[str, str]:
+    """Variables that the job's processes need from this side."""
+    kept = {name: os.environ[name] for name in (RANK_COMMAND_VARIABLE,) if name in os.environ}
+    return {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **kept}
+
+
+def _refuse_held(run: RunDirectory) -> None:
+    lease = newest_lease(run.store)
+    if lease and is_held(lease, time.time()):
+        raise LeaseHeldError(
+            f"{run.url} is held by {lease.holder} ({lease.purpose}, lease {lease.number}). Only one process may train "
+            f"a run. Wait for it, stop it with pretrain stop {run.name}, or, if it is certainly gone, use --takeover."
+        )
