@@ -16,7 +16,9 @@ from launch import cli, prove
 from launch.proof import plan_kills
 from pretrain.data.tokenizer import train_bpe
 from pretrain.errors import PretrainError
-from pretrain.store import Store
+from pretrain.metrics import read_attempts
+from pretrain.metrics.definitions import unknown_fields
+from pretrain.store import Store, open_store
 from tests.data_read.corpus import random_documents, write_tokens
 
 CONFIG = Path(__file__).parents[2] / "configs/tests/tiny-decoder.yaml"
@@ -62,6 +64,9 @@ def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouch
     assert compared == {"loss", "gradient norm", "data digest", "final weights"}
     (weights,) = [c for c in proof["comparisons"] if c["what"].startswith("final weights")]
     assert len(weights["untouched"]) == 64
+    records = read_attempts(open_store(f"{proof['directory']}/killed"))
+    assert list(records) == [1, 2, 3]  # one attempt more for each kill
+    assert [unknown_fields(record) for rows in records.values() for record in rows if unknown_fields(record)] == []
     _check_generate(proof["directory"], capsys)
 
 
