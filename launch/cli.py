@@ -56,6 +56,16 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command; `key=value` words may also stand after options, where argparse alone refuses them."""
+    args, left = parser.parse_known_args(argv)
+    if left:
+        if not hasattr(args, "overrides") or any(word.startswith("-") or "=" not in word for word in left):
+            parser.error(f"unrecognized arguments: {' '.join(left)}")
+        args.overrides = [*args.overrides, *left]
+    return args
+
+
 def find_handler(name: str) -> Callable[[argparse.Namespace], int]:
     """`package.module:function` -> the function."""
     module, _, function = name.partition(":")
@@ -68,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     # One command loads one module; only help and mistakes need them all.
     known = argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
-    args = build_parser(known).parse_args(argv)
+    args = parse(build_parser(known), argv)
     try:
         return int(find_handler(args.handler)(args))
     except PretrainError as error:

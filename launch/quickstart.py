@@ -29,7 +29,7 @@ What to do next
   interrupt one and go on              pretrain train configs/quickstart.yaml --name second   (Ctrl-C saves and ends)
                                        pretrain resume second
   prove that killing changes nothing   pretrain prove configs/quickstart.yaml schedule.total_steps=20 \\
-                                       schedule.warmup_steps=5 schedule.decay_steps=5 checkpoint.every_steps=5
+                                       schedule.warmup_steps=5 schedule.decay_steps=5 checkpoint.every_steps=5 eval.every_steps=null
   write more                           pretrain generate quickstart --prompt 'class Queue:' --max-tokens 200
   change the model                     edit configs/quickstart.yaml; pretrain/config/schema.py describes every field
 (pretrain is .venv/bin/pretrain)"""
@@ -57,7 +57,8 @@ def text_folders() -> list[str]:
 
 def reading_options() -> list[str]:
     """Which files are text: Python lets a file name another encoding than UTF-8, those are passed over."""
-    return [*text_folders(), "--include", "*.py", "*.rst", "*.txt", "--skip-invalid"]
+    patterns = [word for pattern in ("*.py", "*.rst", "*.txt") for word in ("--include", pattern)]
+    return [*text_folders(), *patterns, "--invalid-utf8", "skip"]
 
 
 def run(words: Sequence[str]) -> None:

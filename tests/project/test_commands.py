@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch.cli import build_parser
+from launch.cli import build_parser, parse
 
 # A command or option that goes is a breaking change; one that comes is added here.
 COMMANDS = {
@@ -76,3 +76,18 @@ def test_an_unknown_command_ends_with_2_and_names_the_known_ones() -> None:
     assert result.returncode == 2
     assert "train" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_overrides_may_stand_before_and_after_options() -> None:
+    words = ["train", "run.yaml", "seed=1", "--name", "first", "schedule.total_steps=5", "--resume", "auto", "a.b=c"]
+    args = parse(build_parser(), words)
+    assert args.overrides == ["seed=1", "schedule.total_steps=5", "a.b=c"]
+    assert (args.name, args.resume) == ("first", "auto")
+
+
+@pytest.mark.parametrize("words", [["train", "run.yaml", "--nmae=x"], ["status", "run", "a=b"], ["train", "a", "-x"]])
+def test_a_word_that_no_command_takes_ends_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(build_parser(), words)
+    assert end.value.code == 2
+    assert words[-1] in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import build_parser
+from launch.cli import build_parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -30,7 +30,7 @@ def typed_commands() -> list[str]:
 def test_each_command_that_is_shown_is_accepted(command: str) -> None:
     words = [word for word in shlex.split(command) if word != "…"]
     if words[0] == "pretrain":
-        build_parser().parse_args(words[1:])
+        parse(build_parser(), words[1:])
     elif words[0] == "make":
         names = [word for word in words[1:] if "=" not in word]
         subprocess.run(["make", "-n", *names], cwd=ROOT, check=True, capture_output=True, timeout=20)
