@@ -28,8 +28,8 @@ What to do next
   see the run                          pretrain status quickstart; pretrain checkpoint list quickstart
   interrupt one and go on              pretrain train configs/quickstart.yaml --name second   (Ctrl-C saves and ends)
                                        pretrain resume second
-  prove that killing changes nothing   pretrain prove configs/quickstart.yaml schedule.total_steps=20 \\
-                                       schedule.warmup_steps=5 schedule.decay_steps=5 checkpoint.every_steps=5 eval.every_steps=null
+  prove that killing changes nothing   pretrain prove configs/tests/tiny-decoder.yaml model.vocabulary_size=8192 \\
+                                         tokenizer=quickstart/tokenizer.json data.sources.text.path=quickstart/data/train
   write more                           pretrain generate quickstart --prompt 'class Queue:' --max-tokens 200
   change the model                     edit configs/quickstart.yaml; pretrain/config/schema.py describes every field
 (pretrain is .venv/bin/pretrain)"""
