@@ -29,7 +29,7 @@ What to do next
   interrupt one and go on              pretrain train configs/quickstart.yaml --name second   (Ctrl-C saves and ends)
                                        pretrain resume second
   prove that killing changes nothing   pretrain prove configs/tests/tiny-decoder.yaml model.vocabulary_size=8192 \\
-                                         tokenizer=quickstart/tokenizer.json data.sources.text.path=quickstart/data/train
+                                       tokenizer=quickstart/tokenizer.json data.sources.text.path=quickstart/data/train
   write more                           pretrain generate quickstart --prompt 'class Queue:' --max-tokens 200
   change the model                     edit configs/quickstart.yaml; pretrain/config/schema.py describes every field
 (pretrain is .venv/bin/pretrain)"""
