@@ -9,6 +9,7 @@ Invariants: memory is one bucket; every document ends with eos on each side.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -177,4 +178,7 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    try:
+        _serve()
+    except BrokenPipeError:  # the builder was killed
+        os._exit(1)

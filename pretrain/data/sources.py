@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import io
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pretrain.data.format import document_id
 from pretrain.errors import DataError
@@ -190,8 +191,8 @@ def _fits_include(name: str, spec: SourceSpec) -> bool:
     return any(fnmatch(name, pattern) for pattern in spec.include)
 
 
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+def _open(path: Path) -> io.BufferedIOBase:
+    return gzip.GzipFile(path, "rb") if path.name.endswith(".gz") else path.open("rb")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

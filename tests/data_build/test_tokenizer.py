@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pretrain.data.tokenizer import SPECIAL_TOKENS, Tokenizer, train_bpe
+from pretrain.errors import DataError
+
+
+def _changed(path: str, **parts: Any) -> bytes:
+    return json.dumps(json.loads(Path(path).read_bytes()) | parts).encode()
+
+
+@pytest.mark.parametrize("text", ["a<|endoftext|>b", "<|pad|>", "x <|start|> y", "</s>", "<extra_id_0>"])
+def test_text_that_spells_a_special_token_stays_text(tokenizer: Tokenizer, text: str) -> None:
+    (ids,) = tokenizer.encode_batch([text])
+    assert not {0, 1, 2} & set(ids.tolist())
+    assert tokenizer.decode(ids) == text
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(text=st.text())
+def test_any_text_comes_back_and_its_ids_spell_its_bytes(text: str) -> None:
+    tokenizer = _TRAINED
+    (ids,) = tokenizer.encode_batch([text])
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+
+
+_TRAINED = train_bpe(["some text to train on, naïve and größer 日本語"] * 2, 280)
+
+
+def test_special_ids_spell_nothing_and_come_first(tokenizer: Tokenizer) -> None:
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.start_id) == (0, 1, 2)
+    lengths = tokenizer.byte_lengths()
+    assert lengths.shape == (tokenizer.vocabulary_size,) == (300,)
+    assert lengths.dtype == np.int32
+    assert lengths[:3].tolist() == [0, 0, 0]
+    assert (lengths[3:] >= 1).all()
+    assert tokenizer.decode([0, 1, 2]) == ""
+
+
+def test_training_is_repeatable_whatever_the_order_of_texts() -> None:
+    texts = ["one two three", "two three four", "three four five"] * 5
+    first, second = train_bpe(texts, 270), train_bpe(reversed(texts), 270)
+    assert first.to_bytes() == second.to_bytes()
+
+
+def test_save_and_load_keep_bytes_and_hash(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(tmp_path / "a" / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "a" / "tokenizer.json")
+    assert loaded.to_bytes() == tokenizer.to_bytes()
+    assert loaded.sha256 == tokenizer.sha256
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["tokenizer.json"]
+
+
+def test_template_truncation_and_padding_of_a_foreign_tokenizer_do_nothing(tokenizer_path: str) -> None:
+    template = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|start|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|start|>": {"id": "<|start|>", "ids": [2], "tokens": ["<|start|>"]}},
+    }
+    foreign = Tokenizer(
+        _changed(
+            tokenizer_path,
+            post_processor=template,
+            truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+            padding={"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 1,
+                     "pad_type_id": 0, "pad_token": "<|pad|>"},
+        ),
+        "foreign",
+    )  # fmt: skip
+    texts = ["the quick brown fox", "", "x"]
+    own = Tokenizer.load(tokenizer_path).encode_batch(texts)
+    for ids, expected in zip(foreign.encode_batch(texts), own, strict=True):
+        np.testing.assert_array_equal(ids, expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}}, "is not byte-level"),
+        ({"decoder": None}, "is not byte-level"),
+        ({"model": {"type": "nonsense"}}, "is not a tokenizer"),
+    ],
+)
+def test_an_unfit_tokenizer_is_refused(tokenizer_path: str, parts: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Tokenizer(_changed(tokenizer_path, **parts), "odd.json")
+
+
+def test_a_tokenizer_whose_model_makes_special_ids_from_text_is_refused(tokenizer_path: str) -> None:
+    body = json.loads(Path(tokenizer_path).read_bytes())
+    body["model"]["ignore_merges"] = True  # whole words are looked up in the vocabulary, where specials are words
+    body["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    with pytest.raises(DataError, match="turns the text"):
+        Tokenizer(json.dumps(body).encode(), "odd.json")
+
+
+def test_a_missing_tokenizer_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenizer=.*none.json cannot be read.*pretrain tokenizer train"):
+        Tokenizer.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(("size", "message"), [(258, "is too small"), (5000, "cannot be reached")])
+def test_a_vocabulary_that_cannot_be_made_is_refused(size: int, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        train_bpe(["a few words only"], size)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_when_decoding(tokenizer: Tokenizer) -> None:
+    for value in (300, -1):
+        with pytest.raises(DataError, match=f"id {value} is outside the vocabulary 0..299"):
+            tokenizer.decode([5, value])
+
+
+def test_special_names_are_those_that_every_part_of_the_product_expects() -> None:
+    assert SPECIAL_TOKENS == ("<|endoftext|>", "<|pad|>", "<|start|>")
