@@ -23,7 +23,7 @@ from launch.train import config_of, is_complete, more_steps, print_changes
 from pretrain.config import RunConfig, dump_yaml
 from pretrain.errors import ExitCode, LeaseHeldError, UserError
 from pretrain.rundir import RunDirectory
-from pretrain.rundir.lease import is_held, newest_lease
+from pretrain.rundir.lease_file import is_held, newest_lease
 
 CONFIG_FILE = "submitted.yaml"
 STOP_WAIT_S = 120  # `ray job stop` waits so long for the checkpoint before it kills the driver

@@ -73,7 +73,7 @@ def _own_submission_id() -> str:
 
 
 class Keeper:
-    """The actor. Its constructor runs again when Ray restarts it, so all that it needs is in the arguments or in Ray."""
+    """The actor. Ray runs its constructor again after a crash: all it needs is in the arguments or in Ray."""
 
     def __init__(self, run_url: str, runtime_env: dict[str, Any], submission: str, lease: int) -> None:
         self._run_url, self._runtime_env = run_url, runtime_env

@@ -16,8 +16,7 @@ from launch.session import CONTROLLER_LOG
 from launch.tables import print_rows
 from pretrain.errors import ExitCode, RunError
 from pretrain.metrics.progress import format_count
-from pretrain.rundir import RunDirectory, RunStatus, list_runs
-from pretrain.rundir.directory import home_url
+from pretrain.rundir import RunDirectory, RunStatus, home_url, list_runs
 from pretrain.store import NotFoundError
 
 ACTIVE = frozenset({"created", "running", "restarting"})

@@ -23,8 +23,7 @@ from launch.session import ControllerLog, controlled, hold_run
 from pretrain.config import ConfigChange, RunConfig, describe_changes, load_config, with_overrides
 from pretrain.errors import ExitCode, UserError
 from pretrain.log import Log
-from pretrain.rundir import RunDirectory
-from pretrain.rundir.directory import home_url
+from pretrain.rundir import RunDirectory, home_url
 
 if TYPE_CHECKING:
     from launch.controller.controller import Controller

@@ -28,7 +28,7 @@ PREFIX = "pretrain-ray-"
 LOOPBACK = "127.0.0.1"
 _OWNER = "owner.json"
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no tensor goes through it
-_LONGEST_FOLDER = 44  # Ray's socket paths below it must stay under 108 bytes
+_LONGEST_FOLDER = 42  # Ray's socket paths below it must stay under 108 bytes
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def _start(folder: Path, num_slots: int, device: str) -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
-                _temp_dir=str(folder),
+                _temp_dir=str(folder / "r"),  # Ray opens its folder to everybody; the one above stays closed
                 _node_ip_address=LOOPBACK,
                 _system_config={"prestart_worker_first_driver": False},  # the only worker is the agent
             )

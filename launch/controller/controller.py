@@ -166,7 +166,8 @@ class Controller:
                 self._log.info("the ranks were asked to save and end")
             case KillRanks(reason):
                 self._workers.kill()
-                self._log.info("the ranks of the attempt are killed", why=reason)
+                if reason:
+                    self._log.info("the ranks of the attempt are killed", why=reason)
             case RecordFault(attempt, fault, plan):
                 self._record_fault(attempt, fault, plan)
             case RecordEnd(attempt, outcome):

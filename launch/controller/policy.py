@@ -210,7 +210,7 @@ def _fail(state: RunState, fault: Fault, now: float, limits: Limits) -> Decision
     )
     outcome = _give_up(state, fault, limits)
     plan = "The run ends" if outcome else f"attempt {state.attempt + 1} starts in {wait_s:g} s"
-    state, actions = _kill(state, now, outcome, fault.message)
+    state, actions = _kill(state, now, outcome, "")
     return state, [*actions, RecordFault(state.attempt, fault, plan)]  # writing may take time: the kill goes first
 
 

@@ -189,7 +189,7 @@ class AskRanks:
 
 @dataclass(frozen=True, slots=True)
 class KillRanks:
-    """SIGKILL every rank of the attempt that still lives."""
+    """SIGKILL every rank of the attempt that still lives. The reason is empty where a fault tells it."""
 
     reason: str
 

@@ -1,0 +1,156 @@
+"""`pretrain doctor`: is this machine fit to train; what dead runs left behind is removed.
+
+Takes nothing → a table of checks, each with what to do. Versions come from package metadata, so that a
+broken package is a finding and not a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from launch.clusters.local import remove_leftovers
+from launch.tables import print_rows
+from pretrain.errors import ExitCode, PretrainError
+from pretrain.rundir import home_url, list_runs
+
+PACKAGES = ("torch", "deepspeed", "ray", "pydantic", "numpy", "safetensors", "tokenizers", "fsspec", "psutil")
+LEAST_DISK_BYTES = 2 * 10**9
+LEAST_MEMORY_BYTES = 2 * 10**9
+LEAST_SHM_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check: `ok`, `note` (works, but) or `bad` (training would fail)."""
+
+    check: str
+    verdict: str
+    found: str
+    remedy: str = ""
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Handler of `pretrain doctor`; exit code 3 if something is bad."""
+    findings = [finding for check in CHECKS for finding in check()]
+    rows = [asdict(finding) for finding in findings]
+    print_rows(["check", "verdict", "found", "remedy"], rows, as_json=args.json)
+    return int(ExitCode.FAILED if any(finding.verdict == "bad" for finding in findings) else ExitCode.DONE)
+
+
+def check_python() -> list[Finding]:
+    good = sys.version_info >= (3, 11)
+    remedy = "" if good else "install Python 3.11 or newer"
+    return [Finding("python", "ok" if good else "bad", sys.version.split()[0], remedy)]
+
+
+def check_packages() -> list[Finding]:
+    findings = []
+    for package in PACKAGES:
+        try:
+            findings.append(Finding(package, "ok", importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            findings.append(Finding(package, "bad", "not installed", "make install, or pip install -e ."))
+    return findings
+
+
+def check_cores() -> list[Finding]:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    busy = load > cores
+    remedy = "other work slows training down" if busy else ""
+    return [Finding("cores", "note" if busy else "ok", f"{cores}, load {load:.1f}", remedy)]
+
+
+def check_memory() -> list[Finding]:
+    free = psutil.virtual_memory().available
+    remedy = "" if free >= LEAST_MEMORY_BYTES else "a rank needs about 1 GB before its model; free some"
+    return [Finding("memory", "ok" if not remedy else "note", f"{free / 1e9:.1f} GB free", remedy)]
+
+
+def check_shared_memory() -> list[Finding]:
+    if not Path("/dev/shm").is_dir():
+        return [Finding("/dev/shm", "note", "absent", "Ray uses the temporary folder instead")]
+    free = shutil.disk_usage("/dev/shm").free
+    remedy = "" if free >= LEAST_SHM_BYTES else "Ray wants 100 MB there; in a container use --shm-size=1g"
+    return [Finding("/dev/shm", "ok" if not remedy else "note", f"{free / 1e6:.0f} MB free", remedy)]
+
+
+def check_disks() -> list[Finding]:
+    findings = []
+    for name, place in (("temporary folder", tempfile.gettempdir()), ("runs", home_url())):
+        if "://" in place:
+            continue
+        existing = Path(place).absolute()
+        while not existing.exists():
+            existing = existing.parent
+        free = shutil.disk_usage(existing).free
+        if not os.access(existing, os.W_OK):
+            findings.append(Finding(name, "bad", f"{place} cannot be written", "choose another with PRETRAIN_HOME"))
+        else:
+            remedy = "" if free >= LEAST_DISK_BYTES else "free some space: checkpoints hold 12 bytes per parameter"
+            findings.append(Finding(name, "note" if remedy else "ok", f"{free / 1e9:.1f} GB free in {place}", remedy))
+    return findings
+
+
+def check_devices() -> list[Finding]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [Finding("devices", "ok", "no CUDA device; cluster.device=cpu trains")]
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    names = [line for line in listed.stdout.splitlines() if line.startswith("GPU")]
+    remedy = "" if names else "nvidia-smi is there but finds no device: look at the driver"
+    return [Finding("devices", "ok" if names else "note", f"{len(names)} CUDA devices", remedy)]
+
+
+def check_loopback() -> list[Finding]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return [Finding("loopback", "ok", "127.0.0.1 can be listened on")]
+    except OSError as error:
+        return [Finding("loopback", "bad", str(error), "ranks and Ray talk over 127.0.0.1: allow it")]
+
+
+def check_runs() -> list[Finding]:
+    try:
+        statuses = list_runs()
+    except PretrainError as error:
+        return [Finding("runs", "bad", str(error))]
+    findings = []
+    for status in statuses:
+        if status.state == "lost":
+            found = f"{status.name} died without a word"
+            findings.append(Finding("runs", "note", found, f"go on with pretrain resume {status.name}"))
+        elif status.state == "damaged":
+            findings.append(Finding("runs", "bad", f"{status.name}: {status.reason}"))
+    return findings
+
+
+def check_leftovers() -> list[Finding]:
+    removed = remove_leftovers()
+    found = ", ".join(str(folder) for folder in removed) or "none"
+    return [Finding("leftovers", "note" if removed else "ok", found, "removed" if removed else "")]
+
+
+CHECKS: tuple[Callable[[], list[Finding]], ...] = (
+    check_python,
+    check_packages,
+    check_cores,
+    check_memory,
+    check_shared_memory,
+    check_disks,
+    check_devices,
+    check_loopback,
+    check_runs,
+    check_leftovers,
+)

@@ -1,0 +1,84 @@
+"""`pretrain train --dry-run`: everything that can be known before training starts; nothing is written.
+
+Takes a checked config → opens its data, counts parameters and rows, looks at the run's name and at the
+machine → a summary. What would fail at the start fails here with the same message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from pretrain.config import RunConfig
+from pretrain.data.loader import open_loader
+from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.validation import open_validation
+from pretrain.errors import ExitCode, RunError, UserError
+from pretrain.metrics.progress import format_count
+from pretrain.model.flops import parameter_counts, training_flops_per_step
+from pretrain.rundir import ResumeMode, home_url
+from pretrain.store import open_store
+from pretrain.topology import World
+
+
+def dry_run(config: RunConfig, *, resume: ResumeMode) -> int:
+    """Prints what the run would be.
+
+    Raises:
+        UserError: what a start would be refused for.
+    """
+    _check_name(config, resume)
+    _check_devices(config)
+    tokenizer = Tokenizer.load(config.tokenizer)
+    if tokenizer.vocabulary_size > config.model.vocabulary_size:
+        raise UserError(
+            f"model.vocabulary_size={config.model.vocabulary_size} is below the tokenizer's "
+            f"{tokenizer.vocabulary_size}. Every id needs a row. Set model.vocabulary_size="
+            f"{tokenizer.vocabulary_size} or more."
+        )
+    lengths = tokenizer.byte_lengths()
+    with contextlib.closing(open_loader(config, lengths, World(), tokenizer_sha256=tokenizer.sha256)) as loader:
+        sources = ", ".join(loader.source_names)
+    validation = ", ".join(open_validation(config, lengths, World(), tokenizer_sha256=tokenizer.sha256)) or "none"
+    batch, steps = config.batch, config.schedule.total_steps
+    tokens = batch.global_batch_size * batch.sequence_length
+    counts = parameter_counts(config.model)
+    flops = training_flops_per_step(config.model, batch)
+    print(f"run         {config.name} in {home_url()}")
+    print(f"model       {config.model.family}, {counts.total:,} parameters ({counts.embedding:,} in the embedding)")
+    print(f"data        {sources}; validation: {validation}")
+    print(f"step        {batch.global_batch_size} rows = {tokens:,} tokens, {flops:.3g} FLOP")
+    print(f"run length  {steps} steps = {format_count(steps * tokens)} tokens, {steps * flops:.3g} FLOP")
+    print(f"ranks       {config.cluster.num_ranks} on {config.cluster.device}, ZeRO-{config.engine.zero_stage}")
+    print("nothing was started or written")
+    return int(ExitCode.DONE)
+
+
+def _check_name(config: RunConfig, resume: ResumeMode) -> None:
+    exists = open_store(home_url()).exists(f"{config.name}/run.yaml")
+    if exists and resume == "never":
+        raise RunError(
+            f"name={config.name} exists already in {home_url()}. --resume=never only starts new runs. "
+            f"Go on with pretrain resume {config.name} (or --resume auto), or choose another --name."
+        )
+    if not exists and resume == "must":
+        raise RunError(
+            f"name={config.name} does not exist in {home_url()}. --resume=must only goes on with a run that is there. "
+            "Correct --name or PRETRAIN_HOME."
+        )
+
+
+def _check_devices(config: RunConfig) -> None:
+    cluster = config.cluster
+    if cluster.device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < cluster.num_ranks:
+            raise UserError(
+                f"cluster.num_ranks={cluster.num_ranks} needs as many CUDA devices and this machine has "
+                f"{torch.cuda.device_count()}. A rank takes one. Lower it or set cluster.device=cpu."
+            )
+        return
+    wanted, cores = cluster.num_ranks * cluster.threads_per_rank, os.cpu_count() or 1
+    if wanted > cores:
+        print(f"note: {cluster.num_ranks} ranks of {cluster.threads_per_rank} threads share {cores} cores")
