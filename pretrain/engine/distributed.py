@@ -23,8 +23,8 @@ _PEER_MARKS = ("gloo", "Connection closed by peer", "Connection reset by peer", 
 _LIMB_BITS = 32
 
 
-def start_process_group(world: World, device: torch.device, timeout_s: float) -> None:
-    """Joins all ranks; a collective.
+def start_process_group(world: World, device: torch.device, timeout_s: float) -> bool:
+    """Joins all ranks; a collective. False when a group is up already: it is used and belongs to who started it.
 
     Rank 0 serves the rendezvous on the inherited listening socket PRETRAIN_MASTER_FD when there is
     one (no race for the port), else on MASTER_ADDR:MASTER_PORT as torchrun sets them. One rank needs neither.
@@ -34,13 +34,13 @@ def start_process_group(world: World, device: torch.device, timeout_s: float) ->
         PeerFailedError: the others did not come within `timeout_s`.
     """
     if dist.is_initialized():
-        return
+        return False
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if world.size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
+        return True
     if not address or not port:
         raise UserError(
             f"MASTER_ADDR={address} MASTER_PORT={port} with {world.size} ranks. Ranks meet at that address. "
@@ -52,7 +52,7 @@ def start_process_group(world: World, device: torch.device, timeout_s: float) ->
     with collective("process group"):
         if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
             dist.init_process_group(backend, init_method="env://", timeout=timeout)
-            return
+            return True
         listen_fd = os.environ.get("PRETRAIN_MASTER_FD") if world.is_main else None
         store = dist.TCPStore(
             address,
@@ -64,6 +64,7 @@ def start_process_group(world: World, device: torch.device, timeout_s: float) ->
             master_listen_fd=None if listen_fd is None else int(listen_fd),
         )
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+    return True
 
 
 def stop_process_group() -> None:

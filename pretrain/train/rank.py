@@ -193,8 +193,9 @@ def _prepare_device(config: RunConfig, world: World) -> torch.device:
 
 @contextmanager
 def _process_group(config: RunConfig, world: World, device: torch.device) -> Iterator[None]:
-    start_process_group(world, device, config.health.collective_timeout_s)
+    mine = start_process_group(world, device, config.health.collective_timeout_s)
     try:
         yield
     finally:
-        stop_process_group()
+        if mine:
+            stop_process_group()
