@@ -74,7 +74,7 @@ def add_pairs(tiny: Tiny, pairs: list[tuple[str, str]]) -> None:
     _pretrain(
         *("data", "build", source, "--tokenizer", tiny.tokenizer, "--out", tiny.folder / "pairs"),
         *("--source-field", "source", "--target-field", "target", "--source-length", 32, "--target-length", 32),
-        *("--rows-per-block", 4, "--workers", 1),
+        *("--rows-per-block", 4, "--workers", 1, "--keep-duplicates"),
     )
 
 

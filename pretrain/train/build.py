@@ -25,7 +25,8 @@ from pretrain.log import Log
 from pretrain.metrics.peak import peak_flops_per_rank
 from pretrain.metrics.sinks import Sink, open_sinks
 from pretrain.metrics.throughput import Throughput
-from pretrain.model.flops import training_flops_per_step
+from pretrain.model.attention import choose_backend
+from pretrain.model.flops import parameter_counts, training_flops_per_step
 from pretrain.model.registry import build_model
 from pretrain.rundir import RunDirectory
 from pretrain.topology import World
@@ -152,6 +153,13 @@ def build_training(config: RunConfig, place: Place) -> Training:
     assert loader is not None
     if place.world.is_main:
         log.info(f"data\n{loader.describe()}")
+        log.info(
+            "model",
+            parameters=parameter_counts(config.model).total,
+            attention=choose_backend(config.model.attention),
+            zero_stage=config.engine.zero_stage,
+            precision=config.engine.precision,
+        )
     model = build_model(
         config.model,
         config.loss,
