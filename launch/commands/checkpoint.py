@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import CheckpointError, ExitCode
 
@@ -76,7 +76,7 @@ def verify(args: argparse.Namespace) -> int:
 
     store = RunDirectory.locate(args.run).checkpoints
     names = [args.checkpoint] if args.checkpoint else [info.name for info in list_checkpoints(store)]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in names:
         problems = verify_checkpoint(store, name)
         if problems == [CheckpointInfo.UNFINISHED] and not args.checkpoint:

@@ -131,5 +131,5 @@ def plain_loop(config: RunConfig, steps: int) -> tuple[list[list[float]], nn.Mod
         for group in optimizer.param_groups:
             group["lr"] = learning_rate_at(step, chosen.learning_rate, config.schedule)
         optimizer.step()
-        history.append([float(loss), float(norm)])
+        history.append([float(loss.detach()), float(norm)])
     return history, model
