@@ -8,6 +8,7 @@ tokenizer and run directory must lie where the cluster sees them under the same 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shlex
 import shutil
@@ -22,9 +23,11 @@ from launch.session import RANK_COMMAND_VARIABLE
 from launch.train import config_of, is_complete, more_steps, print_changes
 from pretrain.config import RunConfig, dump_yaml
 from pretrain.errors import ExitCode, LeaseHeldError, UserError
-from pretrain.rundir import RunDirectory
+from pretrain.rundir import RunDirectory, home_url
 from pretrain.rundir.lease_file import is_held, newest_lease
+from pretrain.store import open_store
 
+SUBMIT_WITHIN_S = 60.0
 CONFIG_FILE = "submitted.yaml"
 STOP_WAIT_S = 120  # `ray job stop` waits so long for the checkpoint before it kills the driver
 
@@ -33,6 +36,7 @@ def run_submit(args: argparse.Namespace) -> int:
     """Handler of `pretrain submit`."""
     config = config_of(args)
     client = connect(args.address)
+    is_new = not open_store(home_url()).exists(f"{config.name}/run.yaml")
     run, changes = RunDirectory.claim(config, resume=args.resume)
     if not args.takeover:
         _refuse_held(run)
@@ -40,18 +44,39 @@ def run_submit(args: argparse.Namespace) -> int:
     if is_complete(run, config):
         print(f"nothing to do: the run is complete at step {config.schedule.total_steps}. {more_steps(run.name)}")
         return int(ExitCode.DONE)
-    with tempfile.TemporaryDirectory(prefix="pretrain-submit-") as folder:
-        pack(Path(folder), config)
-        submission = client.submit_job(
-            entrypoint=entrypoint(run.url, "--takeover" if args.takeover else "--first"),
-            submission_id=new_submission_id(run.name),
-            runtime_env={"working_dir": folder, "env_vars": driver_environment()},
-            metadata={"pretrain_run": run.url},
-        )
+    try:
+        submission = submit(client, run, config, "--takeover" if args.takeover else "--first")
+    except UserError:
+        if is_new:  # or the name would be taken by a run that never was
+            run.store.delete("run.yaml")
+        raise
     print(run.name)
     print(f"submitted as Ray job {submission}; it runs in {run.url}", file=sys.stderr)
     print(f"next: pretrain status {run.name}; pretrain logs -f {run.name}; pretrain stop {run.name}", file=sys.stderr)
     return int(ExitCode.DONE)
+
+
+def submit(client: Any, run: RunDirectory, config: RunConfig, option: str) -> str:
+    """Hands the driver to the cluster; gives Ray's id of the job. Raises UserError when it takes no jobs."""
+    with tempfile.TemporaryDirectory(prefix="pretrain-submit-") as folder:
+        pack(Path(folder), config)
+        deadline = time.monotonic() + SUBMIT_WITHIN_S
+        while True:
+            try:
+                submission = client.submit_job(
+                    entrypoint=entrypoint(run.url, option),
+                    submission_id=new_submission_id(run.name),
+                    runtime_env={"working_dir": folder, "env_vars": driver_environment()},
+                    metadata={"pretrain_run": run.url},
+                )
+                return str(submission)
+            except (RuntimeError, OSError) as error:  # a cluster that has just started answers 500 for a while
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"the Ray cluster takes no job: {_first_line(error)}. It must have a living head with a "
+                        "dashboard agent. Look at `ray status` and the dashboard, then submit again."
+                    ) from None
+                time.sleep(1.0)
 
 
 def connect(address: str) -> Any:
@@ -59,12 +84,13 @@ def connect(address: str) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from ray.job_submission import JobSubmissionClient
 
+    for module in ("dashboard.modules.dashboard_sdk", "_private.runtime_env.packaging"):
+        logging.getLogger(f"ray.{module}").setLevel(logging.WARNING)  # they tell of each upload
     try:
         return JobSubmissionClient(address)
     except Exception as error:  # Ray raises many kinds, RuntimeError and ConnectionError among them
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"--address={address} does not answer: {reason}. It must be the Jobs API of a running Ray "
+            f"--address={address} does not answer: {_first_line(error)}. It must be the Jobs API of a running Ray "
             "(http://HEAD:8265), HOST:6379 or auto. Correct it, and set RAY_AUTH_MODE and RAY_AUTH_TOKEN as the "
             "cluster has them."
         ) from None
@@ -94,6 +120,10 @@ def driver_environment() -> dict[str, str]:
     """Variables that the job's processes need from this side."""
     kept = {name: os.environ[name] for name in (RANK_COMMAND_VARIABLE,) if name in os.environ}
     return {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **kept}
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _refuse_held(run: RunDirectory) -> None:

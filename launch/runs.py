@@ -22,6 +22,7 @@ from pretrain.store import NotFoundError
 ACTIVE = frozenset({"created", "running", "restarting"})
 FOLLOW_EVERY_S = 0.3
 QUIET_AFTER_END_S = 1.0
+LOST_FOR_GOOD_S = 30.0  # a submitted run whose driver died is started again within this time
 
 
 def run_list(args: argparse.Namespace) -> int:
@@ -78,7 +79,7 @@ def run_stop(args: argparse.Namespace) -> int:
     """Handler of `pretrain stop`: asks, then waits for the run to end."""
     run = RunDirectory.locate(args.run)
     status = run.status()
-    if status.state not in ACTIVE:
+    if _has_ended(status):
         print(f"run {run.name} is not running: it is {status.state}")
         return int(ExitCode.DONE)
     run.request_stop(now=args.now)
@@ -86,7 +87,7 @@ def run_stop(args: argparse.Namespace) -> int:
     deadline = time.monotonic() + args.timeout
     while time.monotonic() < deadline:
         status = run.status()
-        if status.state not in ACTIVE:
+        if _has_ended(status):
             print(f"{status.state} at step {status.step}; go on with pretrain resume {run.name}")
             return int(ExitCode.DONE)
         time.sleep(FOLLOW_EVERY_S)
@@ -96,6 +97,13 @@ def run_stop(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return int(ExitCode.FAILED)
+
+
+def _has_ended(status: RunStatus) -> bool:
+    """Nothing trains the run, and no keeper is about to start it again."""
+    if status.state == "lost":
+        return time.time() - (status.updated_at or 0.0) > LOST_FOR_GOOD_S
+    return status.state not in ACTIVE
 
 
 def _newest_logged(run: RunDirectory, rank: int) -> int | None:
@@ -134,7 +142,7 @@ def _print_key(run: RunDirectory, key: str, *, follow: bool) -> int:
     if not run.store.exists(key) and not follow:
         raise RunError(f"run={run.name} has no {key}. See pretrain status {run.name} for what was started.")
     tail.print_new()
-    while follow and run.status().state in ACTIVE:
+    while follow and not _has_ended(run.status()):
         tail.print_new()
         time.sleep(FOLLOW_EVERY_S)
     tail.print_new()
@@ -154,7 +162,7 @@ def _follow_ranks(run: RunDirectory, rank: int, attempt: int | None, *, only: bo
                 print(f"--- attempt {newest} ---", flush=True)
             attempt, tail = newest, _Tail(run, run.log_key(newest, rank))
             continue
-        if run.status().state in ACTIVE:
+        if not _has_ended(run.status()):
             ended_t = None
         elif ended_t is None:
             ended_t = time.monotonic()  # the last lines may come a moment after the last event

@@ -34,11 +34,12 @@ LOCAL_AGENT_SILENT_S = 15.0
 
 @contextmanager
 def hold_run(
-    run: RunDirectory, changes: list[ConfigChange], *, purpose: str, takeover: bool, log: Log
+    run: RunDirectory, changes: list[ConfigChange], *, purpose: str, takeover: bool, log: Log, again: bool = False
 ) -> Iterator[Lease]:
     """The run's lease, its journal opened, nothing of earlier attempts alive on this host.
 
-    What ends the context by an exception is the run's last journal event.
+    What ends the context by an exception is the run's last journal event. `again`: nobody asked for this
+    start, a dead driver is replaced, so requests that are pending still hold.
 
     Raises:
         LeaseHeldError: another process holds the run.
@@ -50,6 +51,8 @@ def hold_run(
         if killed:
             log.warning("ranks of an earlier attempt had to be killed", ranks=", ".join(map(str, killed)))
         journal = run.journal(lease)
+        if not again:
+            run.clear_requests()
         try:
             _open_journal(run, journal, changes, takeover)
             yield lease

@@ -87,12 +87,16 @@ def _start(folder: Path, num_slots: int, device: str) -> None:
 def _only_needed_processes() -> Iterator[None]:
     """No autoscaler monitor and no log monitor: a quarter of Ray's CPU time at start and 160 MB (measured).
 
-    Ray has the two switches, but `ray.init` does not pass them on.
+    And a free port for the dashboard agent: of two Rays on one host the second tries the same fixed one
+    for 3 s, and a cluster's head could take no jobs as long as a run of ours held it (both measured).
+    Ray has these switches, but `ray.init` does not pass them on.
     """
     from ray._private import parameter
 
     original = parameter.RayParams
-    parameter.RayParams = functools.partial(original, no_monitor=True, include_log_monitor=False)
+    parameter.RayParams = functools.partial(
+        original, no_monitor=True, include_log_monitor=False, dashboard_agent_listen_port=0
+    )
     try:
         yield
     finally:

@@ -83,6 +83,9 @@ class Controller:
         host: name of the host that the controller runs on, for the journal.
         log: where people read what happens.
         on_look: called after every look, at least every 0.1 s; shows progress.
+
+    Requests that are pending when it begins are its own to carry out; whoever starts a run on a person's
+    behalf clears older ones first.
     """
 
     def __init__(
@@ -102,7 +105,12 @@ class Controller:
         self._unwritten: list[tuple[EventKind, dict[str, Any]]] = []
         self._write_t = 0.0
         committed = [event.fields["step"] for event in run.events() if event.kind == EventKind.COMMITTED]
-        self._state = RunState(attempt=run.next_attempt() - 1, committed_step=max(committed, default=-1))
+        attempt = run.next_attempt()
+        self._state = RunState(
+            attempt=attempt - 1,
+            committed_step=max(committed, default=-1),
+            why="first start" if attempt == 1 else "the run goes on under a new controller",
+        )
         self._stop: Stop | None = None
         self._fenced: str | None = None
         self._requests_t = self._lease_t = 0.0
@@ -120,7 +128,6 @@ class Controller:
 
     def run(self) -> Outcome:
         """Controls the run to its end. The crew and the lease stay the caller's to close."""
-        self._run.clear_requests()
         while self._state.phase is not Phase.ENDED:
             self.look()
         assert self._state.outcome is not None

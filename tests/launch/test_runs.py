@@ -1,0 +1,151 @@
+"""`list`, `status`, `logs`, `stop`, `doctor` and the dispatcher, on run directories made by hand: no Ray."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import doctor
+from launch.cli import main
+from launch.controller.attempt import assign_ranks, choose_nodes
+from pretrain.errors import StoreError
+from pretrain.rundir import EventKind, Lease, RunDirectory
+from tests.launch.runs import config_for, write_config
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRETRAIN_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def make_run(folder: Path, home: Path, name: str) -> tuple[RunDirectory, Lease]:
+    """A run in the middle of its first attempt."""
+    run, _ = RunDirectory.claim(config_for(folder, name, fake={"steps": 100}), resume="never", home=str(home))
+    lease = Lease.acquire(run.store, purpose="test")
+    journal = run.journal(lease)
+    journal.append(EventKind.CREATED)
+    journal.append(EventKind.ATTEMPT_STARTED, attempt=1, ranks=1, host="h", why="first start")
+    record = {"t": time.time(), "step": 7, "loss": 3.25, "tokens_per_second": 5200.0}
+    run.store.put(run.metrics_key(1), json.dumps(record).encode() + b"\n")
+    run.store.put(run.log_key(1, 0), b"first line\n")
+    return run, lease
+
+
+def test_list_and_status_show_state_step_and_loss(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, lease = make_run(tmp_path, home, "one")
+    with lease:
+        assert main(["list"]) == 0
+        table = capsys.readouterr().out
+        assert main(["list", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert main(["status", "one"]) == 0
+        status = capsys.readouterr().out
+    assert table.split()[:4] == ["name", "state", "step", "loss"]
+    assert "one" in table
+    assert "7/100" in table
+    assert rows[0]["state"] == "running"
+    assert rows[0]["step"] == 7
+    assert "3.2500" in status
+    assert "5.2k tokens/s" in status
+
+
+def test_an_unknown_run_is_a_user_error_that_lists_near_names(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, home, "quickstart")[1].release()
+    assert main(["status", "quikstart"]) == 2
+    assert "quickstart" in capsys.readouterr().err
+
+
+def test_logs_follow_prints_what_comes_later_and_ends_with_the_run(
+    tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, lease = make_run(tmp_path, home, "one")
+
+    def go_on() -> None:
+        time.sleep(0.6)
+        run.store.append(run.log_key(1, 0), b"second line\n")
+        run.store.put(run.log_key(2, 0), b"of attempt two\n")
+        journal = run.journal(lease)
+        journal.append(EventKind.COMPLETED, step=100)
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    assert main(["logs", "one", "-f"]) == 0
+    thread.join()
+    lease.release()
+    assert capfd.readouterr().out == "first line\nsecond line\n--- attempt 2 ---\nof attempt two\n"
+
+
+def test_logs_of_a_rank_that_never_was_is_a_user_error(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(tmp_path, home, "one")[1].release()
+    assert main(["logs", "one", "--rank", "5"]) == 2
+    assert "no log of rank 5" in capsys.readouterr().err
+
+
+def test_stop_writes_a_request_and_waits_for_the_end(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, lease = make_run(tmp_path, home, "one")
+    assert main(["stop", "one", "--timeout", "0.5"]) == 3  # nobody listens
+    assert [request.now for request in run.pending_requests()] == [False]
+    run.journal(lease).append(EventKind.STOPPED, step=7)
+    lease.release()
+    assert main(["stop", "one"]) == 0
+    assert "not running: it is stopped" in capsys.readouterr().out
+
+
+def test_every_problem_of_a_config_is_told_before_anything_starts(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, "bad", fake={"steps": 5})
+    code = main(["train", str(config), "optimizer.lerning_rate=1", "batch.global_batch_size=7"])
+    message = capsys.readouterr().err
+    assert code == 2
+    assert "learning_rate" in message
+    assert "batch.global_batch_size=7" in message
+    assert not home.exists()
+
+
+def test_an_error_of_the_family_becomes_one_line_and_its_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        raise StoreError("disk full")
+
+    monkeypatch.setattr(doctor, "run_doctor", fail)
+    assert main(["doctor"]) == 3
+    assert capsys.readouterr().err == "error: disk full\n"
+
+
+def test_doctor_finds_a_missing_package(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package"))
+    assert main(["doctor", "--json"]) == 3
+    findings = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    assert findings["torch"]["verdict"] == "ok"
+    assert findings["no-such-package"]["verdict"] == "bad"
+
+
+def test_ranks_of_a_node_are_consecutive_and_the_fullest_nodes_come_first() -> None:
+    assert choose_nodes({"a": 2, "b": 8, "c": 4, "d": 0}, 11) == {"b": 8, "c": 3}
+    places = assign_ranks({7: 2, 9: 4}, 5)
+    assert [(place.rank, place.agent, place.local_rank, place.ranks_per_node) for place in places] == [
+        (0, 7, 0, 2),
+        (1, 7, 1, 2),
+        (2, 9, 0, 3),
+        (3, 9, 1, 3),
+        (4, 9, 2, 3),
+    ]
+    with pytest.raises(ValueError, match="6 slots for 7 ranks"):
+        assign_ranks({7: 2, 9: 4}, 7)
