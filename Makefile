@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: PYTHON=$(PYTHON) is missing or older than 3.11. Set PYTHON: make install PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@echo "== install: packages into $(VENV) (one to three minutes)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
 
 quickstart: $(STAMP)  ## real text to a trained model on this machine, under 8 minutes

@@ -81,5 +81,5 @@ def test_every_number_of_the_measured_table_is_in_the_measurements() -> None:
     rows = re.findall(r"^\| (?!what|---)([^|]+)\| ([^|]+)\|", section, re.MULTILINE)
     assert rows
     for _, value in rows:
-        for number in re.findall(r"\d[\d.,]*", value):
+        for number in re.findall(r"\d+(?:[.,]\d+)*", value):
             assert number in measured, number
