@@ -2,7 +2,8 @@
 
 Token mode with a fresh token, a short temporary folder of its own, no usage statistics, no dashboard, no
 output. Two of them run side by side. Ray's processes die with this one by the kernel's parent-death
-signal; the folder that a SIGKILL leaves is removed by the next start and by `pretrain doctor`.
+signal; `guard` ends those that linger and removes the folder. Should it be killed too, the next start or
+`pretrain doctor` removes the folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from launch.clusters import guard
 from pretrain.errors import PretrainError
 from pretrain.rundir import ProcessIdentity, is_alive, this_process
 
@@ -51,11 +54,15 @@ def local_ray(num_slots: int, device: str) -> Iterator[None]:
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
     )
     os.environ.pop("RAY_ADDRESS", None)
-    try:
-        _start(folder, num_slots, device)
-        yield
-    finally:
-        _stop(folder)
+    # A session of its own: what kills the terminal's processes must not kill the one that cleans up.
+    command = [sys.executable, "-S", guard.__file__, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd="/") as process:
+        try:
+            _start(folder, num_slots, device)
+            yield
+        finally:
+            _stop(folder)
+            process.communicate(b"done")
 
 
 def _start(folder: Path, num_slots: int, device: str) -> None:
@@ -107,7 +114,8 @@ def _stop(folder: Path) -> None:
     """Ends Ray and waits until its processes are gone: they write into the folder to their end."""
     import ray
 
-    started = psutil.Process().children(recursive=True)
+    mine = psutil.Process().children(recursive=True)
+    started = [process for process in mine if not _is_guard(process)]
     ray.shutdown()
     _, left = psutil.wait_procs(started, timeout=5.0)
     for process in left:
@@ -115,6 +123,12 @@ def _stop(folder: Path) -> None:
             process.kill()
     psutil.wait_procs(left, timeout=5.0)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_guard(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return guard.__file__ in process.cmdline()
+    return True  # it is gone already
 
 
 def remove_leftovers() -> list[Path]:

@@ -11,9 +11,10 @@ import pytest
 
 from launch import doctor
 from launch.cli import main
+from launch.clusters import local
 from launch.controller.attempt import assign_ranks, choose_nodes
 from pretrain.errors import StoreError
-from pretrain.rundir import EventKind, Lease, RunDirectory
+from pretrain.rundir import EventKind, Lease, RunDirectory, this_process
 from tests.launch.runs import config_for, write_config
 
 
@@ -135,6 +136,19 @@ def test_doctor_finds_a_missing_package(
     findings = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert findings["torch"]["verdict"] == "ok"
     assert findings["no-such-package"]["verdict"] == "bad"
+
+
+def test_doctor_removes_the_folder_of_a_dead_run_and_leaves_that_of_a_living_one(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "_base", lambda: tmp_path)
+    living, dead = local._make_folder(), local._make_folder()
+    owner = this_process()
+    (dead / "owner.json").write_text(json.dumps({**owner.to_json(), "start_time": owner.start_time - 1}))
+    main(["doctor", "--json"])
+    findings = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
+    assert str(dead) in findings["leftovers"]["found"]
+    assert (living.exists(), dead.exists()) == (True, False)
 
 
 def test_ranks_of_a_node_are_consecutive_and_the_fullest_nodes_come_first() -> None:
