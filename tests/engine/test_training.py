@@ -45,15 +45,28 @@ def test_fp32_curves_of_all_stages_equal_a_plain_loop_for_twenty_steps(pair: lis
     assert pair[0].value["curves"] == pair[1].value["curves"]
 
 
-@pytest.mark.parametrize(("ranks", "stages"), [(1, [0, 2, 3]), (3, [0, 1, 2, 3]), (4, [3])])
-def test_any_number_of_ranks_trains_the_same_with_dropout(ranks: int, stages: list[int]) -> None:
+DROPOUT_CASES: list[dict[str, Any]] = [{"zero_stage": stage, "dropout": 0.2} for stage in range(4)]
+DROPOUT_CASES += [{"zero_stage": stage, "dropout": 0.2, "reduce_once": True} for stage in (2, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, DROPOUT_CASES[::2]), (3, DROPOUT_CASES), (4, DROPOUT_CASES[3:4])])
+def test_any_number_of_ranks_trains_the_same_with_dropout(ranks: int, cases: list[dict[str, Any]]) -> None:
     # 3 does not divide the 4 micro-batches: two of the six are empty.
-    cases: list[dict[str, Any]] = [{"zero_stage": stage, "dropout": 0.2} for stage in stages]
-    cases += [{"zero_stage": stage, "dropout": 0.2, "reduce_once": True} for stage in stages if stage >= 2]
-    results = run_ranks(ranks_training.curves, ranks=ranks, arguments={"cases": cases, "steps": 3}, timeout_s=120)
+    calls = {"curves": {"cases": cases, "steps": 3}, "collectives": {}}
+    results = run_ranks(ranks_training.several, ranks=ranks, arguments={"calls": calls}, timeout_s=120)
     reference, _ = plain_loop(run_config(0, dropout=0.2), 3)
-    for case, history in zip(cases, results[0].value, strict=True):
+    for case, history in zip(cases, results[0].value["curves"], strict=True):
         assert furthest(history, reference) < 1e-5, case
+    for result in results:
+        sums = result.value["collectives"]
+        assert sums["sums"][0] == sum(2**62 - 1 - rank for rank in range(ranks))  # beyond int64
+        assert sums["sums"][1] == -5 * ranks
+        assert sums["sums"][2] == math.fsum(0.1 * (rank + 1) for rank in range(ranks))
+        assert sums["sums"][3] == 1e300 * (ranks - 2)
+        assert sums["texts"] == ["ü" * rank for rank in range(ranks)]
+        assert sums["told"] == "from 0"
+        assert sums["failed"] == ("rank 1: no space" if ranks > 1 else "")
+        assert sums["infinite"] == ("nan" if ranks > 1 else "inf")
 
 
 def test_bf16_stays_near_the_fp32_curve(pair: list[RankResult]) -> None:
