@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from pretrain.data.assemble import Assembler, open_assembler
 from pretrain.data.build_options import BuildOptions
 from pretrain.data.encode import SPLITS, EncodeCounts, EncodeJob, Part, part_path
-from pretrain.data.encode_pool import encode_all
+from pretrain.data.encode_pool import EncodePool
 from pretrain.data.format import Manifest, dtype_for
 from pretrain.data.output import OutputDirectory
 from pretrain.data.selection import Selection, identity, is_validation, nothing_to_build, order_key
@@ -31,6 +31,8 @@ from pretrain.errors import DataError, StoreError
 __all__ = ["BuildOptions", "BuildProgress", "BuildReport", "build"]
 
 _IN_PROCESS_BYTES = 2 * 2**20  # below, starting workers costs more than it gives
+_GZIP_RATIO = 4  # text over its gzip, roughly
+_REPORT_EVERY_DOCUMENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +108,15 @@ class _Build:
         options = self._options
         tokenizer = Tokenizer.load(options.tokenizer)
         output = OutputDirectory(options.out)
-        files = list_files(options.source)
+        expected = sum(
+            path.stat().st_size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path in list_files(options.source)
+        )
         try:
-            with output:
-                buckets, limit = self._read(files, output.work / "buckets")
+            with output, EncodePool(self._num_workers(expected)) as pool:
+                buckets, limit = self._read(output.work / "buckets", num_buckets_for(expected))
                 job = EncodeJob(options.tokenizer, limit, options.source_length, options.target_length)
-                manifests, counts = self._encode_and_assemble(buckets, job, tokenizer, output.partial)
+                encoding = pool.encode(buckets, job)
+                manifests, counts = self._assemble(buckets, encoding, tokenizer, output.partial)
                 output.commit()
         except OSError as error:
             raise StoreError(
@@ -133,12 +138,11 @@ class _Build:
             seconds=time.monotonic() - self._started,
         )
 
-    def _read(self, files: list[Path], directory: Path) -> tuple[list[Path], str | None]:
+    def _read(self, directory: Path, num_buckets: int) -> tuple[list[Path], str | None]:
         """Spills all documents -> (bucket files in order, the selection's limit as hex)."""
         options = self._options
         selection = Selection(options.max_bytes)
-        expected = sum(path.stat().st_size * (4 if path.suffix == ".gz" else 1) for path in files)
-        spill = Spill(directory, num_buckets_for(expected))
+        spill = Spill(directory, num_buckets)
         for ordinal, document in enumerate(read_documents(options.source, self._reads)):
             text = document.text.encode()
             target = None if document.target is None else document.target.encode()
@@ -147,21 +151,22 @@ class _Build:
             key = identity(text, target, None if options.deduplicate else ordinal)
             if selection.offer(key, size):
                 self._spilled_bytes += size
-                held_out = is_validation(text, options.validation_fraction)
+                held_out = options.validation_fraction > 0 and is_validation(text, options.validation_fraction)
                 where = (document.id, document.origin)
                 spill.add(
                     Spilled(order_key(key, options.seed), key, ordinal, document.line, held_out, *where, text, target)
                 )
             else:
                 self._not_selected += 1
-            self._report("read", self._read_bytes, None)
+            if ordinal % _REPORT_EVERY_DOCUMENTS == 0:
+                self._report("read", self._read_bytes, None)
         buckets = spill.close()
         if not buckets:
             raise nothing_to_build(options.source, options.max_bytes)
         return buckets, None if selection.limit is None else selection.limit.hex()
 
-    def _encode_and_assemble(
-        self, buckets: list[Path], job: EncodeJob, tokenizer: Tokenizer, directory: Path
+    def _assemble(
+        self, buckets: list[Path], encoding: Iterator[EncodeCounts], tokenizer: Tokenizer, directory: Path
     ) -> tuple[dict[str, Manifest], EncodeCounts]:
         options = self._options
         splits = SPLITS if options.validation_fraction else SPLITS[:1]
@@ -172,18 +177,14 @@ class _Build:
             for split in splits
         }
         total = EncodeCounts()
-        encoding = encode_all(buckets, job, self._num_workers(len(buckets)))
-        try:
-            for bucket, counts in zip(buckets, encoding, strict=True):
-                total += counts
-                for split, assembler in assemblers.items():
-                    path = part_path(bucket, split)
-                    if path.exists():
-                        assembler.add(Part.load(path))
-                        path.unlink()
-                self._report("encode", total.text_bytes, self._spilled_bytes)
-        finally:
-            encoding.close()
+        for bucket, counts in zip(buckets, encoding, strict=True):
+            total += counts
+            for split, assembler in assemblers.items():
+                path = part_path(bucket, split)
+                if path.exists():
+                    assembler.add(Part.load(path))
+                    path.unlink()
+            self._report("encode", total.text_bytes, self._spilled_bytes)
         for split, assembler in assemblers.items():
             if not assembler.documents:
                 raise self._empty_split(split, total)
@@ -220,11 +221,11 @@ class _Build:
             },
         )
 
-    def _num_workers(self, num_buckets: int) -> int:
-        wanted = self._options.workers
-        if wanted is None:
-            wanted = 1 if self._spilled_bytes < _IN_PROCESS_BYTES else len(os.sched_getaffinity(0))
-        return min(wanted, num_buckets)
+    def _num_workers(self, expected_bytes: int) -> int:
+        if self._options.workers is not None:
+            return self._options.workers
+        kept = min(expected_bytes, self._options.max_bytes or expected_bytes)
+        return 1 if kept < _IN_PROCESS_BYTES else len(os.sched_getaffinity(0))
 
     def _empty_split(self, split: str, counts: EncodeCounts) -> DataError:
         options = self._options

@@ -12,11 +12,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
+from types import TracebackType
 
 import pretrain
 from pretrain.data.encode import EncodeCounts, EncodeJob, encode_bucket
@@ -24,46 +25,62 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import PretrainError
 
 
-def encode_all(buckets: Sequence[Path], job: EncodeJob, num_workers: int) -> Generator[EncodeCounts, None, None]:
-    """Encodes all buckets; yields in their order while later ones are under way.
+class EncodePool:
+    """Starts its workers at once, so that their imports overlap with reading. A context manager: leaving ends them."""
 
-    Raises:
-        PretrainError: a worker failed or died.
-    """
-    if num_workers == 1:
-        tokenizer = Tokenizer.load(job.tokenizer)
-        for bucket in buckets:
-            yield encode_bucket(bucket, job, tokenizer)
-        return
-    workers: list[_Worker] = []
-    idle: SimpleQueue[_Worker] = SimpleQueue()
+    def __init__(self, num_workers: int) -> None:
+        self._workers = [_Worker() for _ in range(num_workers)] if num_workers > 1 else []
 
-    def run(bucket: Path) -> EncodeCounts:
-        worker = idle.get()
-        try:
-            return worker.encode(bucket)
-        finally:
+    def encode(self, buckets: Sequence[Path], job: EncodeJob) -> Iterator[EncodeCounts]:
+        """Encodes all buckets, once per pool; yields in their order while later ones are under way.
+
+        Raises:
+            PretrainError: a worker failed or died.
+        """
+        if not self._workers:
+            tokenizer = Tokenizer.load(job.tokenizer)
+            for bucket in buckets:
+                yield encode_bucket(bucket, job, tokenizer)
+            return
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            worker.send(asdict(job))
             idle.put(worker)
 
-    executor = ThreadPoolExecutor(num_workers)
-    try:
-        for _ in range(num_workers):
-            workers.append(_Worker(job))
-            idle.put(workers[-1])
-        for future in [executor.submit(run, bucket) for bucket in buckets]:
-            yield future.result()
-    finally:
-        for worker in workers:
-            worker.end()
-        executor.shutdown(wait=True, cancel_futures=True)
-        for worker in workers:
+        def run(bucket: Path) -> EncodeCounts:
+            worker = idle.get()
+            try:
+                return worker.encode(bucket)
+            finally:
+                idle.put(worker)
+
+        executor = ThreadPoolExecutor(len(self._workers))
+        try:
+            for future in [executor.submit(run, bucket) for bucket in buckets]:
+                yield future.result()
+        finally:
+            self._kill()  # or the threads would wait for buckets that nobody wants any more
+            executor.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> EncodePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kill()
+        for worker in self._workers:
             worker.close()
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.kill()
 
 
 class _Worker:
     """One `python -m pretrain.data.encode`."""
 
-    def __init__(self, job: EncodeJob) -> None:
+    def __init__(self) -> None:
         root = str(Path(pretrain.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
@@ -73,10 +90,16 @@ class _Worker:
             text=True,
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path},
         )
-        self._send(asdict(job))
+
+    def send(self, value: object) -> None:
+        """One JSON line: the job first, then bucket paths."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # readline tells why it ended
+            self._process.stdin.write(json.dumps(value) + "\n")
+            self._process.stdin.flush()
 
     def encode(self, bucket: Path) -> EncodeCounts:
-        self._send(str(bucket))
+        self.send(str(bucket))
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -90,7 +113,7 @@ class _Worker:
             raise PretrainError(answer["error"])
         return EncodeCounts(**answer)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Stops it now; what it was writing is thrown away with the build, or it is idle."""
         self._process.kill()
 
@@ -101,9 +124,3 @@ class _Worker:
         self._process.stdout.close()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-
-    def _send(self, value: object) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # readline tells why it ended
-            self._process.stdin.write(json.dumps(value) + "\n")
-            self._process.stdin.flush()
