@@ -81,6 +81,14 @@ class HostCopy:
 _idle_copies: WeakKeyDictionary[Stateful, list[HostCopy]] = WeakKeyDictionary()
 
 
+@dataclass
+class SaveProgress:
+    """What the thread and the handle share: chunks written and looks for other ranks so far; a wish to give up."""
+
+    count: int = 0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
 class SaveHandle:
     """A save under way.
 
@@ -89,11 +97,11 @@ class SaveHandle:
         stall_s: seconds that the caller stood still.
     """
 
-    def __init__(self, name: str, stall_s: float, work: Callable[[threading.Event], None]) -> None:
+    def __init__(self, name: str, stall_s: float, work: Callable[[SaveProgress], None]) -> None:
         self.name, self.stall_s = name, stall_s
         self._work = work
         self._error: PretrainError | None = None
-        self._cancelled = threading.Event()
+        self._progress = SaveProgress()
         self._thread = threading.Thread(target=self._run, name=f"save {name}", daemon=True)
         self._thread.start()
 
@@ -115,11 +123,16 @@ class SaveHandle:
 
     def cancel(self) -> None:
         """Stops waiting for other ranks; `wait` then raises unless it was published already."""
-        self._cancelled.set()
+        self._progress.cancelled.set()
+
+    @property
+    def progress(self) -> int:
+        """Grows as long as the save goes on; a save whose progress stands still is stuck in its storage."""
+        return self._progress.count
 
     def _run(self) -> None:
         try:
-            self._work(self._cancelled)
+            self._work(self._progress)
         except PretrainError as error:
             self._error = error
         except Exception as error:  # a thread's traceback would be lost
@@ -194,16 +207,16 @@ def save(
     job = _Job(
         store.child(name), name, world.rank, save_id, manifest, ranges, keys, copy, idle, guard, world.size, patience_s
     )  # fmt: skip
-    return SaveHandle(name, time.perf_counter() - started, lambda cancelled: _write(job, cancelled))
+    return SaveHandle(name, time.perf_counter() - started, lambda progress: _write(job, progress))
 
 
-def _write(job: _Job, cancelled: threading.Event) -> None:
+def _write(job: _Job, progress: SaveProgress) -> None:
     """The thread: own file, sidecar, and on rank 0 the manifest."""
     try:
-        entry = _write_own_file(job)
+        entry = _write_own_file(job, progress)
         if job.rank:
             return
-        files = [entry, *_others(job, cancelled)]
+        files = [entry, *_others(job, progress)]
         data = Manifest(**{**_fields(job.manifest), "files": tuple(files)}).encode()
         job.guard()
         job.store.put(MANIFEST, data)
@@ -217,13 +230,14 @@ def _write(job: _Job, cancelled: threading.Event) -> None:
             job.idle.append(job.copy)
 
 
-def _write_own_file(job: _Job) -> FileEntry:
+def _write_own_file(job: _Job, progress: SaveProgress) -> FileEntry:
     digest = hashlib.sha256()
 
     def hashed() -> Iterator[memoryview]:
         for chunk in job.copy.chunks():
             digest.update(chunk)
             yield chunk
+            progress.count += 1
 
     written = job.store.put_stream(rank_file(job.rank), hashed())
     entry = FileEntry(rank_file(job.rank), written, digest.hexdigest(), job.save_id, job.keys, job.ranges)
@@ -231,7 +245,7 @@ def _write_own_file(job: _Job) -> FileEntry:
     return entry
 
 
-def _others(job: _Job, cancelled: threading.Event) -> list[FileEntry]:
+def _others(job: _Job, progress: SaveProgress) -> list[FileEntry]:
     """Sidecars of this save of all other ranks, in their order; waits for them."""
     entries: dict[int, FileEntry] = {}
     deadline = time.monotonic() + job.patience_s
@@ -244,7 +258,8 @@ def _others(job: _Job, cancelled: threading.Event) -> list[FileEntry]:
                     entries[rank] = entry
         if len(entries) == job.ranks - 1:
             break
-        if cancelled.wait(pause) or time.monotonic() > deadline:
+        progress.count += 1
+        if progress.cancelled.wait(pause) or time.monotonic() > deadline:
             missing = [rank for rank in range(1, job.ranks) if rank not in entries]
             raise StoreError(
                 f"{job.name} was not published: ranks {missing} did not write their files "

@@ -174,6 +174,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         attempt=place.attempt,
         config=config.checkpoint,
         guard=place.guard,
+        beat=lambda: place.heartbeat.phase("save", place.heartbeat.step),
         reporter=place.reporter,
         log=log,
     )

@@ -6,6 +6,7 @@ error surfaces at the next call here. Only rank 0 prunes and reports, after the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from pretrain.checkpoint import Restored, SaveHandle, prune, restore, save
@@ -34,11 +35,18 @@ class Saver:
         attempt: int,
         config: CheckpointConfig,
         guard: Callable[[], None],
+        beat: Callable[[], None],
         reporter: Reporter,
         log: Log,
     ) -> None:
+        """
+        Args:
+            guard: raises FencedError when this attempt may not publish any more.
+            beat: called while a wait for a save goes on, as long as the save makes progress.
+        """
         self._checkpoints, self._engine, self._world = checkpoints, engine, world
-        self._attempt, self._config, self._guard = attempt, config, guard
+        self._attempt, self._config = attempt, config
+        self._guard, self._beat = guard, beat
         self._reporter, self._log = reporter, log
         self._pending: tuple[SaveHandle, int] | None = None
         self.saved_step: int | None = None
@@ -91,6 +99,7 @@ class Saver:
             return
         handle, step = self._pending
         self._pending = None
+        self._watch(handle)
         handle.wait()
         if not self._world.is_main:
             return
@@ -98,3 +107,12 @@ class Saver:
         self._reporter.event("committed", attempt=self._attempt, step=step, checkpoint=handle.name)
         for name in prune(self._checkpoints, self._config.keep_last, self._guard):
             self._log.info("pruned", checkpoint=name)
+
+    def _watch(self, handle: SaveHandle) -> None:
+        """Waits, with a sign of life for each bit of progress: a large save is slow, a stuck one is silent."""
+        seen = handle.progress
+        while not handle.done:
+            time.sleep(0.01)
+            if handle.progress != seen:
+                seen = handle.progress
+                self._beat()
