@@ -7,6 +7,7 @@ The environment is set before anything heavy is imported, and rank subprocesses 
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ for _name, _value in {
     os.environ[_name] = _value
 # Every process that a test starts carries this mark, also those that left its process tree.
 os.environ["PRETRAIN_TEST_SESSION"] = _SESSION = uuid.uuid4().hex
+
+# A shell that starts the tests in the background ignores SIGINT, and every process below would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import psutil  # noqa: E402
 import pytest  # noqa: E402

@@ -112,7 +112,7 @@ class _Build:
             path.stat().st_size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path in list_files(options.source)
         )
         try:
-            with output, EncodePool(self._num_workers(expected)) as pool:
+            with output, EncodePool(self._num_workers(expected), output.fileno()) as pool:
                 buckets, limit = self._read(output.work / "buckets", num_buckets_for(expected))
                 job = EncodeJob(options.tokenizer, limit, options.source_length, options.target_length)
                 encoding = pool.encode(buckets, job)

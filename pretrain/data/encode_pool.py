@@ -28,8 +28,12 @@ from pretrain.errors import PretrainError
 class EncodePool:
     """Starts its workers at once, so that their imports overlap with reading. A context manager: leaving ends them."""
 
-    def __init__(self, num_workers: int) -> None:
-        self._workers = [_Worker() for _ in range(num_workers)] if num_workers > 1 else []
+    def __init__(self, num_workers: int, lock: int) -> None:
+        """
+        Args:
+            lock: descriptor of the output's lock, which every worker holds too.
+        """
+        self._workers = [_Worker(lock) for _ in range(num_workers)] if num_workers > 1 else []
 
     def encode(self, buckets: Sequence[Path], job: EncodeJob) -> Iterator[EncodeCounts]:
         """Encodes all buckets, once per pool; yields in their order while later ones are under way.
@@ -80,7 +84,7 @@ class EncodePool:
 class _Worker:
     """One `python -m pretrain.data.encode`."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: int) -> None:
         root = str(Path(pretrain.__file__).parent.parent)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
@@ -88,6 +92,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            pass_fds=[lock],  # the output stays locked until the last worker of a killed builder is gone
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path},
         )
 

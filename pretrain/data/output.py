@@ -9,12 +9,15 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from pretrain.data.shard_writer import fsync_directory
 from pretrain.errors import DataError, StoreError
+
+_LOCK_PATIENCE_S = 3.0
 
 
 class OutputDirectory:
@@ -38,12 +41,7 @@ class OutputDirectory:
             lock = lock_path.open("ab")
         except OSError as error:
             raise StoreError(f"cannot make {self.partial}: {error.strerror}. Choose another --out.") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = lock_path.exists() and os.path.samestat(os.fstat(lock.fileno()), lock_path.stat())
-        except BlockingIOError:
-            held = False
-        if not held:
+        if not _take(lock, lock_path):
             lock.close()
             raise DataError(f"out={self.out} is being written by another build. Wait for it, or choose another --out.")
         self._lock = lock
@@ -52,6 +50,11 @@ class OutputDirectory:
                 shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
         self.work.mkdir()
         return self
+
+    def fileno(self) -> int:
+        """Descriptor of the lock; a process that inherits it keeps the output locked as long as it lives."""
+        assert self._lock is not None
+        return self._lock.fileno()
 
     def commit(self) -> None:
         """Publishes the directory.
@@ -76,3 +79,16 @@ class OutputDirectory:
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.out):
             raise DataError(f"out={self.out} exists. A source is never changed. Choose another --out or remove it.")
+
+
+def _take(lock: IO[bytes], path: Path) -> bool:
+    """Whether the lock is ours now. Waits for the workers of a builder that was just killed."""
+    deadline = time.monotonic() + _LOCK_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
