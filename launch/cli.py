@@ -26,6 +26,7 @@ COMMANDS = (
     "logs",
     "stop",
     "resume",
+    "report",
     "checkpoint",
     "generate",
     "prove",

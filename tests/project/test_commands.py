@@ -24,6 +24,7 @@ COMMANDS = {
     "list": ["--json", "-h"],
     "logs": ["--rank", "-f", "-h"],
     "prove": ["--json", "--kills", "-h"],
+    "report": ["--json", "-h"],
     "resume": ["--takeover", "-h"],
     "status": ["--json", "-h"],
     "stop": ["--now", "-h"],
