@@ -112,6 +112,29 @@ def _model_rules(model: AnyModelConfig) -> list[str]:
     return problems
 
 
+def _rope_rules(model: AnyModelConfig) -> list[str]:
+    scaling = getattr(model, "rope_scaling", None)
+    if scaling is None:
+        return []
+    names = {"yarn": ("beta_slow", "beta_fast"), "llama3": ("low_freq_factor", "high_freq_factor")}
+    problems = []
+    if scaling.kind in names:
+        low, high = names[scaling.kind]
+        if getattr(scaling, low) >= getattr(scaling, high):
+            problems.append(
+                f"model.rope_scaling.{low}={getattr(scaling, low):g} is not below "
+                f"model.rope_scaling.{high}={getattr(scaling, high):g}. Frequencies between them are blended. "
+                "Leave both out for the published values."
+            )
+    head_width = getattr(model, "head_width", None) or model.width // model.num_heads
+    if scaling.kind in ("ntk", "yarn") and (getattr(model, "rope_theta", 0) <= 1 or head_width <= 2):
+        problems.append(
+            f"model.rope_scaling.kind={scaling.kind} needs model.rope_theta above 1 and heads wider than 2. "
+            "It moves the base between the highest and the lowest frequency. Set kind=linear."
+        )
+    return problems
+
+
 def _schedule_rules(schedule: ScheduleConfig) -> list[str]:
     problems = []
     if schedule.warmup_steps + schedule.decay_steps > schedule.total_steps:
@@ -160,6 +183,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("objective", "batch"), _source_length_rules),
     (("eval", "data"), _eval_rules),
     (("model",), _model_rules),
+    (("model",), _rope_rules),
     (("schedule",), _schedule_rules),
     (("health",), _health_rules),
     (("cluster",), _cluster_rules),

@@ -121,6 +121,54 @@ class ModelConfig(Section):
     )
 
 
+class LinearRope(Section):
+    """Every rotary frequency divided by the factor (position interpolation)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+
+
+class NtkRope(Section):
+    """A larger base: the lowest frequency is divided by the factor, the highest stays (NTK-aware)."""
+
+    kind: Literal["ntk"] = "ntk"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+
+
+class YarnRope(Section):
+    """Low frequencies divided, high ones kept, a ramp between, and sharper attention (YaRN)."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+    original_sequence_length: PositiveInt = setting("tokens of the training before the scaling", resume="logged")
+    beta_fast: PositiveReal = setting(
+        "turns within the original length above which a frequency is kept", resume="logged", default=32.0
+    )
+    beta_slow: PositiveReal = setting(
+        "turns within the original length below which a frequency is divided", resume="logged", default=1.0
+    )
+    attention_factor: PositiveReal | None = setting(
+        "factor of cos and sin; none means 0.1 ln(factor) + 1", resume="logged", default=None
+    )
+
+
+class Llama3Rope(Section):
+    """Long waves divided by the factor, short ones kept, a smooth change between (Llama 3.1)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+    original_sequence_length: PositiveInt = setting("tokens of the training before the scaling", resume="logged")
+    low_freq_factor: PositiveReal = setting(
+        "waves longer than the original length / this are divided", resume="logged", default=1.0
+    )
+    high_freq_factor: PositiveReal = setting(
+        "waves shorter than the original length / this are kept", resume="logged", default=4.0
+    )
+
+
+RopeScaling = Annotated[LinearRope | NtkRope | YarnRope | Llama3Rope, Field(discriminator="kind")]
+
+
 class DecoderConfig(ModelConfig):
     """Decoder-only: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
@@ -134,6 +182,9 @@ class DecoderConfig(ModelConfig):
     )
     qk_norm: Flag = setting("RMSNorm on queries and keys per head, before RoPE", resume="refused", default=False)
     rope_theta: PositiveReal = setting("base of the rotary frequencies", resume="refused", default=10000.0)
+    rope_scaling: RopeScaling | None = setting(
+        "scaling of the rotary frequencies for longer sequences; none keeps them", resume="logged", default=None
+    )
     norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-5)
     init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
 

@@ -139,7 +139,10 @@ class Decoder(nn.Module):
 
     def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
         x_TD = self.embedding_dropout(self.embedding(ids_T), key)
-        rotary = rotary_angles(info.positions, head_width_of(self.config), self.config.rope_theta, x_TD.dtype)
+        config = self.config
+        rotary = rotary_angles(
+            info.positions, head_width_of(config), config.rope_theta, x_TD.dtype, config.rope_scaling
+        )
         caches = [None] * len(self.layers) if cache is None else cache.layers
         x_TD = self.layers(x_TD, info, rotary, key, per_layer=caches)
         return self.norm(x_TD)

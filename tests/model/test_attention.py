@@ -183,12 +183,9 @@ def test_softcap_equals_the_definition(lengths: tuple[int, ...], backend: str) -
 def test_a_relative_bias_is_added_by_place_and_is_trained(lengths: tuple[int, ...], backend: str) -> None:
     table_H = torch.tensor([0.1, -0.2, 0.3, 0.7], dtype=torch.float64, requires_grad=True)
 
-    def bias(relative: torch.Tensor) -> torch.Tensor:
-        return relative * table_H[:, None, None]
-
+    bias = RelativeBias(lambda relative, slopes: relative * slopes[:, None], (table_H,))
     q, k, v, grad_out = tensors(sum(lengths), sum(lengths))
-    typed: RelativeBias = bias
-    out = attend(q, k, v, q_info=SeqInfo.from_lengths(lengths), causal=True, scale=SCALE, bias=typed, backend=backend)
+    out = attend(q, k, v, q_info=SeqInfo.from_lengths(lengths), causal=True, scale=SCALE, bias=bias, backend=backend)
     out.backward(grad_out)
     # Alibi by hand: the bias of key j and query i is slope * (j - i), also across the packed whole.
     twin_H = table_H.detach().clone().requires_grad_()

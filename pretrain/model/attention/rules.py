@@ -5,10 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-RelativeBias = Callable[[Tensor], Tensor]
-"""From int64 key place - query place [q, k] to what is added to the scores, [H, q, k]."""
+
+@dataclass(frozen=True, slots=True)
+class RelativeBias:
+    """A bias that depends on key place - query place only, held as a formula and never as a matrix.
+
+    Attributes:
+        values: from int64 relative places [R], then `tensors` -> [H, R].
+        tensors: what `values` reads besides the places (a trained table, slopes); gradients reach them.
+            Backends that recompute want them named here, not captured by `values`.
+    """
+
+    values: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...] = ()
+
+    def __call__(self, relative: Tensor) -> Tensor:
+        """Int64 of any shape -> [H, *shape]; as large as it looks, so only for the dense backends."""
+        return self.values(relative.flatten(), *self.tensors).unflatten(-1, relative.shape)
+
+    def diagonals(self, longest_query: int, longest_key: int, device: torch.device) -> Tensor:
+        """[H, R] for all relative places of two documents, from 1 - longest_query to longest_key - 1."""
+        return self.values(torch.arange(1 - longest_query, longest_key, device=device), *self.tensors)
 
 
 @dataclass(frozen=True, slots=True)

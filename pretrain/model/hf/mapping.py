@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pretrain.config.schema import DecoderConfig
 from pretrain.errors import UserError
+from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
 _OUTSIDE = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _HEAD = ("head.weight", "lm_head.weight")
@@ -80,6 +81,7 @@ def to_hf_config(config: DecoderConfig, max_length: int, dtype: torch.dtype) -> 
         max_length: what they call max_position_embeddings: the sequence length of the training.
     """
     family = "qwen3" if config.qk_norm else "llama"
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling, _head_width(config))
     return {
         "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]],
         "model_type": family,
@@ -92,8 +94,8 @@ def to_hf_config(config: DecoderConfig, max_length: int, dtype: torch.dtype) -> 
         "head_dim": _head_width(config),
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,  # where transformers 4 reads it
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": rope["rope_theta"],  # where transformers 4 reads it
+        "rope_parameters": rope,
         "max_position_embeddings": max_length,
         "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
@@ -119,7 +121,6 @@ def from_hf_config(body: Mapping[str, Any]) -> DecoderConfig:
         "mlp_bias": body.get("mlp_bias", False) not in (False, None),
         "use_sliding_window": bool(body.get("use_sliding_window", False)),
         "hidden_act": body.get("hidden_act", "silu") != "silu",
-        "rope_parameters": rope.get("rope_type", rope.get("type", "default")) != "default",
     }
     for name, is_refused in refused.items():
         if is_refused:
@@ -142,6 +143,7 @@ def from_hf_config(body: Mapping[str, Any]) -> DecoderConfig:
         qk_norm=family == "qwen3",
         norm_eps=body.get("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", body.get("rope_theta", 10000.0)),
+        rope_scaling=from_hf_rope(rope),
         tied_embeddings=body.get("tie_word_embeddings", False),
         init_std=body.get("initializer_range", 0.02),
     )

@@ -1,8 +1,6 @@
-"""Where a token stands: rotary angles and sinusoids, from positions that restart in every document.
+"""Rotary positions: cos and sin of the angles, once per micro-batch, and the rotation of queries and keys.
 
-Both are computed on the fly in fp32 and are no buffers, because casting the module to bf16 would round
-them (position 257 would become 256). Sources: Su et al. 2021 (half-split pairs as in Llama); Vaswani et
-al. 2017 section 3.5 (sine and cosine interleaved).
+Source: Su et al. 2021; half-split pairs (i, i + K/2) as in Llama.
 """
 
 from __future__ import annotations
@@ -13,21 +11,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pretrain.config.schema import RopeScaling
+from pretrain.model.positions.scaling import rotary_frequencies
+
 Rotary = tuple[Tensor, Tensor]
-"""cos and sin of the angles, each [T, 1, K/2], in the dtype of what is rotated."""
-
-
-def _frequencies(count: int, theta: float, device: torch.device) -> Tensor:
-    """theta^(-i/count) for i < count, fp32."""
-    return 1.0 / theta ** (torch.arange(count, device=device, dtype=torch.float32) / count)
+"""cos and sin of the angles (times the scaling's factor), each [T, 1, K/2], in the dtype of what is rotated."""
 
 
 @torch.no_grad()
-def rotary_angles(positions_T: Int[Tensor, " T"], head_width: int, theta: float, dtype: torch.dtype) -> Rotary:
+def rotary_angles(
+    positions_T: Int[Tensor, " T"],
+    head_width: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
+) -> Rotary:
     """cos and sin for `rotate`; the angles are fp32, the results are cast once for all layers."""
-    frequencies = _frequencies(head_width // 2, theta, positions_T.device)
+    frequencies, magnitude = rotary_frequencies(head_width, theta, scaling, positions_T.device)
     angles = torch.outer(positions_T.to(torch.float32), frequencies).unsqueeze(1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
 
 
 def rotate(x_THK: Float[Tensor, "T H K"], rotary: Rotary) -> Float[Tensor, "T H K"]:
@@ -36,7 +38,7 @@ def rotate(x_THK: Float[Tensor, "T H K"], rotary: Rotary) -> Float[Tensor, "T H 
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: nothing of x is kept."""
+    """The gradient of a (scaled) rotation is the rotation back, scaled alike: nothing of x is kept."""
 
     @staticmethod
     def forward(ctx: Any, x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -58,10 +60,3 @@ def _turn(x_THK: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     torch.mul(second, cos, out=out_second)
     out_second.addcmul_(first, sin, value=direction)
     return out_THK
-
-
-@torch.no_grad()
-def sinusoids(positions_T: Int[Tensor, " T"], width: int) -> Float[Tensor, "T D"]:
-    """sin(p / 10000^(2i/D)) in column 2i and the cosine in column 2i + 1, fp32."""
-    angles = torch.outer(positions_T.to(torch.float32), _frequencies(width // 2, 10000.0, positions_T.device))
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)
