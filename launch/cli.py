@@ -26,6 +26,7 @@ COMMANDS = (
     "logs",
     "stop",
     "resume",
+    "watch",
     "report",
     "checkpoint",
     "generate",

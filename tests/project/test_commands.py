@@ -31,6 +31,7 @@ COMMANDS = {
     "submit": ["--address", "--name", "--resume", "-h"],
     "tokenizer train": ["-h"],
     "train": ["--dry-run", "--name", "--resume", "-h"],
+    "watch": ["--every", "--once", "-h"],
 }
 
 
