@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from launch.terminal import outlive_terminal
 from pretrain.errors import ExitCode, PretrainError
 
 COMMANDS = (
@@ -84,18 +85,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(find_handler(args.handler)(args))
     except PretrainError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _complain(f"error: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _complain("interrupted")
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:  # `pretrain logs RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.DONE)
     except Exception:
-        traceback.print_exc()
-        print("error: an internal error, not foreseen (above). Please report it with this text.", file=sys.stderr)
+        _complain(
+            f"{traceback.format_exc()}error: an internal error, not foreseen (above). Please report it with this text."
+        )
         return int(ExitCode.FAILED)
+
+
+def _complain(text: str) -> None:
+    """The last words; that nobody can read them does not change the exit code."""
+    with outlive_terminal():
+        print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from launch.clusters.local import LOOPBACK, local_ray, remove_leftovers
 from launch.progress import Progress
 from launch.session import ControllerLog, controlled, hold_run
+from launch.terminal import outlive_terminal
 from pretrain.config import ConfigChange, RunConfig, describe_changes, load_config, with_overrides
 from pretrain.errors import ExitCode, UserError
 from pretrain.log import Log
@@ -52,7 +53,7 @@ def run_resume(args: argparse.Namespace) -> int:
 
 def config_of(args: argparse.Namespace) -> RunConfig:
     """The config that a command line describes. Raises ConfigError."""
-    named: Sequence[str] = [f"name={json.dumps(args.name)}"] if args.name else []
+    named: Sequence[str] = [f"name={json.dumps(args.name)}"] if args.name is not None else []
     return load_config(args.config, [*args.overrides, *named])
 
 
@@ -62,6 +63,11 @@ def train(run: RunDirectory, config: RunConfig, changes: list[ConfigChange], *, 
     Raises:
         PretrainError: it could not be started (held by another process, no such device, store failed).
     """
+    with outlive_terminal():
+        return _train(run, config, changes, takeover=takeover)
+
+
+def _train(run: RunDirectory, config: RunConfig, changes: list[ConfigChange], *, takeover: bool) -> int:
     remove_leftovers()
     print(f"run {run.name} in {run.url}")
     print_changes(changes)

@@ -9,6 +9,7 @@ Ends with a code of `pretrain.errors.ExitCode`; a foreseen failure is one `error
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk under a rank's log must not change its exit code
+            stream.flush()
     # Threads of libraries (gloo, prefetch) must not delay or change the end of a rank whose work is done.
     os._exit(code)

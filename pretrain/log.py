@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +18,10 @@ class Stream(Protocol):
 
 
 class Log:
-    """Writes `HH:MM:SS r3 message key=value …` to a stream, flushed, so that a crash loses nothing."""
+    """Writes `HH:MM:SS r3 message key=value …` to a stream, flushed, so that a crash loses nothing.
+
+    A stream that takes nothing (a full disk, a reader that is gone) never ends what the log tells about.
+    """
 
     def __init__(self, rank: int | None = None, stream: Stream | None = None) -> None:
         self._prefix = "" if rank is None else f"r{rank} "
@@ -35,8 +39,9 @@ class Log:
     def _write(self, message: str, fields: dict[str, Any]) -> None:
         stream = self._stream or sys.stderr
         tail = "".join(f" {key}={_show(value)}" for key, value in fields.items())
-        stream.write(f"{time.strftime('%H:%M:%S')} {self._prefix}{message}{tail}\n")
-        stream.flush()
+        with contextlib.suppress(OSError):
+            stream.write(f"{time.strftime('%H:%M:%S')} {self._prefix}{message}{tail}\n")
+            stream.flush()
 
 
 def _show(value: Any) -> str:
