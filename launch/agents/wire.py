@@ -79,7 +79,7 @@ class Channel:
         for line in lines:
             try:
                 message = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 message = None
             if not isinstance(message, dict):
                 self.closed = True

@@ -95,6 +95,7 @@ class Crew:
         self._answers: queue.Queue[str] = queue.Queue()  # failures of launches
         self._places: list[RankPlace] = []
         self._attempt = 0
+        self._word: str | None = None  # what the ranks of this attempt were told, for those that start later
         self._looked_t = time.monotonic()
         self._free: dict[str, int] | None = None
         self._closed = threading.Event()
@@ -133,12 +134,13 @@ class Crew:
 
     def start(self, attempt: int, num_ranks: int) -> None:
         """Starts the ranks of an attempt on the agents that were placed."""
-        self._attempt = attempt
+        self._attempt, self._word = attempt, None
         self._places = assign_ranks({agent.number: agent.slots for agent in self._agents.values()}, num_ranks)
         self._hub.send(self._places[0].agent, {"kind": "reserve", "attempt": attempt})
 
     def say(self, word: str) -> None:
-        """Sends a word to every rank."""
+        """Sends a word to every rank; those that are just being started get it too."""
+        self._word = word
         self._tell_all({"kind": "word", "word": word})
 
     def kill(self) -> None:
@@ -211,6 +213,8 @@ class Crew:
             command = self._setting.command_of(self._attempt)
             order = {"kind": "start", "attempt": self._attempt, "command": command, "ranks": ranks}
             self._hub.send(agent.number, order)
+        if self._word is not None:
+            self._tell_all({"kind": "word", "word": self._word})
 
     def _judge_silence(self, news: News) -> None:
         now = time.monotonic()

@@ -130,8 +130,8 @@ class Hub:
     def _take(self, number: int, message: Message) -> None:
         if number in self._strangers:
             channel = self._strangers[number]
-            secret = str(message.pop("secret", ""))
-            if message.get("kind") != "hello" or not hmac.compare_digest(secret, self._secret):
+            secret = str(message.pop("secret", "")).encode(errors="replace")
+            if message.get("kind") != "hello" or not hmac.compare_digest(secret, self._secret.encode()):
                 channel.closed = True
                 return
             self._channels[number] = self._strangers.pop(number)

@@ -1,0 +1,98 @@
+"""The controller's end of its agents, looked at from an agent: words in order, strangers, garbage."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from launch.controller.attempt import RankSetting
+from launch.controller.crew import Crew
+from launch.controller.hub import Hub
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class OneNode:
+    """A node whose agent is the test."""
+
+    def __init__(self) -> None:
+        self.launched: tuple[tuple[str, int], str] | None = None
+
+    def free_slots(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
+        self.launched = controller, secret
+
+    def release(self, node: str) -> None:
+        pass
+
+
+class NoLogs:
+    def of(self, attempt: int, rank: int) -> dict[str, str | None]:
+        return {"log": "/dev/null", "log_url": None, "log_key": None}
+
+
+def _send(agent: socket.socket, **message: Any) -> None:
+    agent.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _words(agent: socket.socket) -> Iterator[dict[str, Any]]:
+    """What the controller says, without its signs of life."""
+    with agent.makefile() as lines:
+        for line in lines:
+            message = json.loads(line)
+            if message["kind"] != "alive":
+                yield message
+
+
+def test_ranks_that_start_after_a_word_was_said_hear_it_too():
+    nodes = OneNode()
+    crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 5.0)
+    try:
+        while crew.free_ranks() is None:
+            crew.look(0.01)
+        crew.place(1)
+        while nodes.launched is None:
+            crew.look(0.01)
+        with socket.create_connection(nodes.launched[0]) as agent:
+            agent.settimeout(10.0)
+            heard = _words(agent)
+            _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
+            while crew.look(0.01).placed is None:
+                pass
+            crew.start(1, 1)
+            assert next(heard)["kind"] == "reserve"
+            crew.say("stop")  # the ranks do not exist yet: their agent looks for a port
+            assert next(heard) == {"kind": "word", "word": "stop"}
+            _send(agent, kind="port", attempt=1, port=4711)
+            for _ in range(20):
+                crew.look(0.01)
+            assert next(heard)["kind"] == "start"
+            assert next(heard) == {"kind": "word", "word": "stop"}
+    finally:
+        crew.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b'{"kind":"hello","secret":"\xc3\xbc"}\n', b'{"kind":"hello","secret":"\\ud800"}\n', b"[" * 200_000 + b"\n"],
+    ids=["not ASCII", "a lone surrogate", "too deep"],
+)
+def test_a_stranger_cannot_deafen_the_controller(garbage):
+    hub = Hub("127.0.0.1", "secret")
+    try:
+        with socket.create_connection(hub.address) as stranger:
+            stranger.sendall(garbage)
+            stranger.settimeout(5.0)
+            assert stranger.recv(100) == b""
+        with socket.create_connection(hub.address) as agent:
+            _send(agent, kind="hello", secret="secret", node="n")
+            _, message = hub.received.get(timeout=5.0)
+            assert message["node"] == "n"
+    finally:
+        hub.close()
