@@ -68,7 +68,10 @@ def parse_count(value: Any) -> int:
 
 def parse_real(value: Any) -> float:
     """A finite real number. Raises ValueError on anything else."""
-    return float(_parse_number(value))
+    try:
+        return float(_parse_number(value))
+    except OverflowError:
+        raise ValueError("is too large. Write a number below 1e308") from None
 
 
 def parse_flag(value: Any) -> bool:

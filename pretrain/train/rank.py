@@ -68,7 +68,8 @@ def run_standalone(
     Raises:
         PretrainError: of whichever room refuses.
     """
-    config = load_config(path, [*overrides, f"name={name}"] if name else overrides)
+    named = [f"name={json.dumps(name)}"] if name is not None else []
+    config = load_config(path, [*overrides, *named])
     world = World.from_environment()
     log = Log(world.rank if world.size > 1 else None)
     stop = StopFlag(log)

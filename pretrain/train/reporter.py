@@ -6,12 +6,13 @@ without one, rank 0 holds the lease and writes it.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pretrain.rundir import JournalWriter
 from pretrain.train.watch import Heartbeat
 
 
+@runtime_checkable
 class Reporter(Protocol):
     """Takes events by their journal kind."""
 

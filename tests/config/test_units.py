@@ -57,6 +57,8 @@ BAD = [
     (parse_count, "_", "is not a number"),
     (parse_real, float("nan"), "is not finite"),
     (parse_real, "0x10", "is not a number"),
+    (parse_real, "9" * 400, "is too large"),
+    (parse_seconds, "9" * 400, "is not a duration"),
     (parse_flag, 1, "is not a flag"),
     (parse_flag, "maybe", "is not a flag"),
     (parse_seconds, "5 weeks", "is not a duration"),
