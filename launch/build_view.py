@@ -24,6 +24,8 @@ def progress_line() -> Callable[[BuildProgress], None]:
     def show(progress: BuildProgress) -> None:
         nonlocal phase, phase_started, shown
         now = time.monotonic()
+        if not phase:
+            sys.stderr.write(f"reading {progress.files:,} file{'s' if progress.files != 1 else ''}\n")
         if progress.phase != phase:
             phase, phase_started = progress.phase, now
         complete = progress.done_bytes == progress.total_bytes
@@ -60,6 +62,8 @@ def describe_build(report: BuildReport) -> str:
                  f"left out: {reasons or 'none'}")  # fmt: skip
     if report.repaired:
         lines.append(f"{report.repaired:,} texts had lone surrogates, now U+FFFD")
+    if report.other_members:
+        lines.append(f"{report.other_members:,} members of tars are neither text nor JSON, left out")
     lines += [f"  not UTF-8: {example}" for example in report.invalid_examples]
     lines.append(f"{report.read_bytes / 1e6 / max(report.seconds, 1e-3):,.1f} MB/s, {report.seconds:,.1f} s")
     return "\n".join(lines)

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 BUILD_DESCRIPTION = """\
 Builds block shards from raw text: documents are shuffled, duplicates dropped, tokenised on all CPUs and packed.
-OUT appears when it is complete. Inputs are files, directories or patterns of .txt .md .rst .py (a file is a
-document) and .jsonl (a line is a document), each also as .gz.
+OUT appears when it is complete. Inputs are files, directories, quoted patterns (*, **, {a,b}, {000..012}) or URLs
+(http://, s3://) of
+  .txt .md .rst .py    a file is a document
+  .jsonl .ndjson       a line is a document
+  .parquet .arrow      a row is a document; a directory that Hugging Face datasets saved is read as such
+  .tar                 WebDataset: KEY.txt is a document, KEY.json beside it its fields, KEY.json alone both
+all but tables also as .gz and .zst. Parquet and arrow need pyarrow, .zst needs zstandard, s3:// needs s3fs.
 
   pretrain data build books/ 'web/*.jsonl.gz' --out data/books --tokenizer tokenizer.json --validation-fraction 0.01
   pretrain data build pairs.jsonl --out data/pairs --tokenizer tokenizer.json \\
@@ -75,10 +80,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
     """What to read: shared by `data build` and `tokenizer train`."""
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="files, directories or quoted patterns")
-    parser.add_argument("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto goes by the suffix")
+    parser.add_argument("--format", choices=("auto", "text", "jsonl", "parquet", "arrow", "tar"), default="auto",
+                        help="auto goes by the suffix")  # fmt: skip
     parser.add_argument("--include", metavar="PATTERN", action="append", default=[],
                         help="names of files taken from directories, such as '*.py'; may be given again")  # fmt: skip
-    parser.add_argument("--text-field", metavar="FIELD", default="text", help="field of a JSON line (default text)")
+    parser.add_argument("--text-field", metavar="FIELD", default="text",
+                        help="field or column of the text (default text)")  # fmt: skip
+    parser.add_argument("--id-field", metavar="FIELD", default="id",
+                        help="field of a document's id (default id); else file and line name it")  # fmt: skip
+    parser.add_argument("--keep", metavar="FIELD", action="append", default=[],
+                        help="field to keep with every document; may be given again")  # fmt: skip
     parser.add_argument("--source-field", metavar="FIELD", help="field of the source side of pairs")
     parser.add_argument("--target-field", metavar="FIELD", help="field of the target side of pairs")
     parser.add_argument("--max-bytes", type=_size, metavar="SIZE",
@@ -99,6 +110,8 @@ def source_spec(args: argparse.Namespace) -> Any:
         target_field=args.target_field,
         include=tuple(args.include),
         skip_invalid=args.invalid_utf8 == "skip",
+        id_field=args.id_field,
+        keep_fields=tuple(args.keep),
     )
 
 

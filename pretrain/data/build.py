@@ -9,6 +9,7 @@ bounded by buckets, not by the corpus; whatever is left out is counted.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -31,18 +32,18 @@ from pretrain.errors import DataError, StoreError
 __all__ = ["BuildOptions", "BuildProgress", "BuildReport", "build"]
 
 _IN_PROCESS_BYTES = 2 * 2**20  # below, starting workers costs more than it gives
-_GZIP_RATIO = 4  # text over its gzip, roughly
 _REPORT_EVERY_DOCUMENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class BuildProgress:
-    """Where a build is: `phase` read or encode, bytes of text done, all of them once known."""
+    """Where a build is: `phase` read or encode, bytes of text done, all of them once known, files of the inputs."""
 
     phase: str
     done_bytes: int
     total_bytes: int | None
     elapsed_s: float
+    files: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class BuildReport:
         sources: directory of each split that was built, with its manifest.
         read_bytes: text that was read.
         empty, invalid, duplicates, not_selected, too_long: documents left out, by reason.
+        other_members: members of raw tars that hold no text.
         repaired: texts with lone surrogates, which were replaced.
         seconds: wall clock.
     """
@@ -65,6 +67,7 @@ class BuildReport:
     invalid: int
     invalid_examples: tuple[str, ...]
     repaired: int
+    other_members: int
     duplicates: int
     not_selected: int
     too_long: int
@@ -103,14 +106,15 @@ class _Build:
         self._read_bytes = 0
         self._spilled_bytes = 0
         self._not_selected = 0
+        self._num_files = 0
 
     def run(self) -> BuildReport:
         options = self._options
         tokenizer = Tokenizer.load(options.tokenizer)
         output = OutputDirectory(options.out)
-        expected = sum(
-            path.stat().st_size * (_GZIP_RATIO if path.suffix == ".gz" else 1) for path in list_files(options.source)
-        )
+        files = list_files(options.source)
+        expected = sum(file.text_bytes for file in files)
+        self._num_files = len(files)
         try:
             with output, EncodePool(self._num_workers(expected), output.fileno()) as pool:
                 buckets, limit = self._read(output.work / "buckets", num_buckets_for(expected))
@@ -132,6 +136,7 @@ class _Build:
             invalid=reads.invalid,
             invalid_examples=tuple(reads.invalid_examples),
             repaired=reads.repaired,
+            other_members=reads.other_members,
             duplicates=counts.duplicates,
             not_selected=self._not_selected + counts.not_selected,
             too_long=counts.too_long,
@@ -152,10 +157,9 @@ class _Build:
             if selection.offer(key, size):
                 self._spilled_bytes += size
                 held_out = options.validation_fraction > 0 and is_validation(text, options.validation_fraction)
-                where = (document.id, document.origin)
-                spill.add(
-                    Spilled(order_key(key, options.seed), key, ordinal, document.line, held_out, *where, text, target)
-                )
+                where = (document.line, held_out, document.id, document.origin)
+                kept = b"" if document.metadata is None else json.dumps(document.metadata, default=str).encode()
+                spill.add(Spilled(order_key(key, options.seed), key, ordinal, *where, text, target, kept))
             else:
                 self._not_selected += 1
             if ordinal % _REPORT_EVERY_DOCUMENTS == 0:
@@ -211,7 +215,9 @@ class _Build:
             source_capacity=options.source_length,
             target_capacity=options.target_length,
             options={
-                "source": asdict(source) | {"inputs": list(source.inputs), "include": list(source.include)},
+                "source": {
+                    key: list(value) if isinstance(value, tuple) else value for key, value in asdict(source).items()
+                },
                 "split": split,
                 "validation_fraction": options.validation_fraction,
                 "seed": options.seed,
@@ -241,4 +247,4 @@ class _Build:
         )
 
     def _report(self, phase: str, done_bytes: int, total_bytes: int | None) -> None:
-        self._progress(BuildProgress(phase, done_bytes, total_bytes, time.monotonic() - self._started))
+        self._progress(BuildProgress(phase, done_bytes, total_bytes, time.monotonic() - self._started, self._num_files))

@@ -121,7 +121,10 @@ def encode_bucket(bucket: Path, job: EncodeJob, tokenizer: Tokenizer) -> EncodeC
 def _encode(documents: list[Spilled], job: EncodeJob, tokenizer: Tokenizer) -> tuple[Part, int]:
     """The part of these documents, and how many pairs do not fit a row."""
     text_bytes = np.array([len(item.text) + len(item.target or b"") for item in documents], dtype=np.int64)
-    provenance = [Provenance(item.id, item.origin, item.line) for item in documents]
+    provenance = [
+        Provenance(item.id, item.origin, item.line, json.loads(item.metadata) if item.metadata else None)
+        for item in documents
+    ]
     if not job.target_capacity:
         ids, lengths = _encode_texts([item.text.decode() for item in documents], tokenizer)
         nothing = np.zeros(0, dtype=np.int64)

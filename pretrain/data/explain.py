@@ -34,6 +34,7 @@ class DocumentPart:
         begins, ends: whether the document begins and ends in this row.
         text: of the part; invalid UTF-8 at a cut shows as U+FFFD.
         source_text: of the source side (pairs only).
+        metadata: the fields that the build was told to keep (`--keep`).
     """
 
     id: str
@@ -44,6 +45,7 @@ class DocumentPart:
     ends: bool
     text: str
     source_text: str | None = None
+    metadata: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ def format_explanations(explanations: Sequence[RowExplanation], *, characters: i
             where = f"{part.origin}:{part.line}" if part.line else part.origin
             name = "" if part.id in (where, part.origin) else f" [{part.id}]"
             cut = "" if part.begins and part.ends else " (a part)"
-            lines.append(f"  {where}{name}, {part.num_tokens} tokens{cut}")
+            kept = "".join(f" {key}={value}" for key, value in (part.metadata or {}).items())
+            lines.append(f"  {where}{name}, {part.num_tokens} tokens{cut}{kept}")
             if part.source_text is not None:
                 lines.append(f"    > {_shortened(part.source_text, characters)}")
             lines.append(f"    {_shortened(part.text, characters)}")
@@ -197,6 +200,7 @@ def _documents(
                 ends=number < ends.size and end <= stop,
                 text=tokenizer.decode(ids[first:until]),
                 source_text=_source_text(content, source, address, len(parts), tokenizer),
+                metadata=origin.metadata,
             )
         )
         first, number = until, number + 1

@@ -287,11 +287,13 @@ class ShardIndex:
 
 
 class Provenance(NamedTuple):
-    """Where a document came from: its id, the file, and the line (JSONL; 0 for whole files)."""
+    """Where a document came from: its id, the file, the line, row or sample (0 for whole files), and the fields
+    that the build was told to keep."""
 
     id: str
     origin: str
     line: int
+    metadata: dict[str, Any] | None = None
 
 
 def document_id(origin: str, line: int) -> str:
@@ -309,8 +311,11 @@ def encode_provenance(documents: list[Provenance], *, continued: bool = False) -
     rows: list[list[Any]] = []
     for item in documents:
         row: list[Any] = [origins.setdefault(item.origin, len(origins)), item.line]
-        if item.id != document_id(item.origin, item.line):
-            row.append(item.id)
+        own_id = item.id if item.id != document_id(item.origin, item.line) else None
+        if item.metadata is not None:
+            row += [own_id, item.metadata]
+        elif own_id is not None:
+            row.append(own_id)
         rows.append(row)
     return canonical_json({"continued": continued, "documents": rows, "origins": list(origins)})
 
@@ -323,7 +328,9 @@ def decode_provenance(data: bytes) -> tuple[list[Provenance], bool]:
     body = json.loads(data)
     origins = body["origins"]
     documents = []
-    for origin_number, line, *own_id in body["documents"]:
+    for origin_number, line, *rest in body["documents"]:
         origin = origins[origin_number]
-        documents.append(Provenance(own_id[0] if own_id else document_id(origin, line), origin, line))
+        own_id, metadata = (*rest, None, None)[:2]
+        name = document_id(origin, line) if own_id is None else own_id
+        documents.append(Provenance(name, origin, line, metadata))
     return documents, bool(body["continued"])

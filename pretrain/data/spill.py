@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_HEADER = struct.Struct("<16s16sQQ?IIIi")  # order, identity, ordinal, line, validation, lengths (target -1: none)
+_HEADER = struct.Struct("<16s16sQQ?IIIIi")  # order, identity, ordinal, line, validation, lengths (target -1: none)
 _BUFFER_BYTES = 64 * 2**20
 BUCKET_BYTES = 16 * 2**20
 _MIN_BUCKETS, _MAX_BUCKETS = 32, 4096
@@ -29,6 +29,7 @@ class Spilled(NamedTuple):
     origin: str
     text: bytes
     target: bytes | None
+    metadata: bytes = b""  # JSON, empty if there is none
 
 
 def num_buckets_for(expected_bytes: int) -> int:
@@ -53,10 +54,9 @@ class Spill:
         bucket = int.from_bytes(document.order[:2], "big") >> self._shift
         name, origin = document.id.encode(), document.origin.encode("utf-8", "surrogateescape")
         target = document.target
-        header = _HEADER.pack(
-            *document[:5], len(name), len(origin), len(document.text), -1 if target is None else len(target)
-        )
-        parts = (header, name, origin, document.text, target or b"")
+        texts = (name, origin, document.metadata, document.text)
+        header = _HEADER.pack(*document[:5], *map(len, texts), -1 if target is None else len(target))
+        parts = (header, *texts, target or b"")
         self._buffers[bucket] += parts
         self._sizes[bucket] += sum(map(len, parts))
         if self._sizes[bucket] >= self._limit:
@@ -84,14 +84,14 @@ def read_sorted(path: Path) -> list[Spilled]:
 def _read(data: bytes) -> Iterator[Spilled]:
     position = 0
     while position < len(data):
-        (*head, id_length, origin_length, text_length, target_length) = _HEADER.unpack_from(data, position)
+        *head, target_length = _HEADER.unpack_from(data, position)
         fields = []
         position += _HEADER.size
-        for length in (id_length, origin_length, text_length, max(target_length, 0)):
+        for length in (*head[5:], max(target_length, 0)):
             fields.append(data[position : position + length])
             position += length
-        name, origin, text, target = fields
-        order, identity, ordinal, line, validation = head
+        name, origin, metadata, text, target = fields
+        order, identity, ordinal, line, validation = head[:5]
         yield Spilled(
             order=order,
             identity=identity,
@@ -102,4 +102,5 @@ def _read(data: bytes) -> Iterator[Spilled]:
             origin=origin.decode("utf-8", "surrogateescape"),
             text=text,
             target=None if target_length < 0 else target,
+            metadata=metadata,
         )

