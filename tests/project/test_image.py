@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 
@@ -44,9 +46,10 @@ def test_everything_the_dockerfile_copies_is_in_the_build_context() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
-def test_the_device_argument_knows_cpu_and_cuda_and_refuses_others() -> None:
-    text = DOCKERFILE.read_text()
-    assert re.search(r"^ARG DEVICE=cpu$", text, re.MULTILINE)
-    assert "cpu) index=" in text
-    assert "cuda) index=" in text
-    assert "exit 2" in text
+@pytest.mark.parametrize(("device", "code"), [("cpu", 0), ("cuda", 0), ("tpu", 2)])
+def test_the_device_argument_knows_cpu_and_cuda_and_refuses_others(device: str, code: int) -> None:
+    check = re.search(r"^RUN (case .*? esac)", DOCKERFILE.read_text(), re.MULTILINE)
+    assert check
+    done = subprocess.run(["bash", "-c", check[1]], env={"DEVICE": device}, capture_output=True, text=True)
+    assert done.returncode == code
+    assert (f"DEVICE={device} is unknown" in done.stderr) == (code == 2)
