@@ -7,16 +7,15 @@ file changes later, and a truncated file or a failing disk is an error that name
 SIGBUS that kills the rank. Sizes of all shards are checked at
 open, indexes by sha256 (at open, or at first use where there are very many). A block with a wrong
 crc32 is fetched once more past the cache, then it is corrupt for good. Failures of the storage itself
-are retried with jitter and never taken for corruption.
+are retried with jitter and never taken for corruption (`fetch`).
 """
 
 from __future__ import annotations
 
-import random
-import time
 import zlib
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import NamedTuple
@@ -24,16 +23,24 @@ from typing import NamedTuple
 import numpy as np
 
 from pretrain.data.cache import BlockCache
-from pretrain.data.format import INDEX_SUFFIX, MANIFEST_NAME, Manifest, Provenance, ShardIndex, decode_provenance
+from pretrain.data.fetch import FetchCounts, Fetcher, Request
+from pretrain.data.format import (
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    Manifest,
+    MemberSpan,
+    Provenance,
+    ShardIndex,
+    decode_provenance,
+)
 from pretrain.data.objective import I64, Ids
-from pretrain.errors import DataError, StoreError
+from pretrain.errors import DataError
 from pretrain.log import Log
 from pretrain.store import NotFoundError, Store
 
 _EAGER_SHARDS = 1024  # above, indexes are opened when they are used: 10^5 of them would hold 1 GB
 _KEPT_INDEXES = 4096
-_RETRY_WAITS_S = (0.1, 0.4, 1.6)
-_JITTER = random.Random()  # own: the global generator belongs to whoever seeds it
+_AHEAD = 32  # blocks on their way at once; a step reads lanes x window_blocks of a source or fewer
 _REMOTE_CHECKS = 16  # parallel size checks of a remote source
 
 
@@ -94,6 +101,8 @@ class BlockReader:
         self._cache = cache if self._is_remote else None
         self._kept_blocks = kept_blocks
         self._log = Log()
+        self._fetcher = Fetcher(store, is_remote=self._is_remote, log=self._log)
+        self._ahead: dict[int, Request] = {}
         self._blocks: OrderedDict[int, TokenBlock | PairBlock] = OrderedDict()
         self._corrupt: dict[int, str] = {}
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
@@ -102,6 +111,26 @@ class BlockReader:
         if len(manifest.shards) <= _EAGER_SHARDS:
             for number in range(len(manifest.shards)):
                 self._index(number)
+
+    @property
+    def counts(self) -> FetchCounts:
+        """What reading took so far: requests, retries, hedges, cache hits, waits."""
+        return self._fetcher.counts
+
+    def request(self, blocks: Iterable[int]) -> None:
+        """Says which blocks are read next: those of a remote source are sent for at once, side by side. What was on
+        its way and is not among them is given up. Changes nothing but time."""
+        if not self._is_remote:
+            return
+        wanted = [block for block in blocks if block not in self._blocks and block not in self._corrupt]
+        self._ahead = {block: self._ahead[block] for block in wanted if block in self._ahead}
+        for block in wanted:
+            if len(self._ahead) >= _AHEAD:
+                return
+            if block not in self._ahead:
+                shard, start, length = self._range(block)
+                if self._cache is None or not self._cache.has(self._cache_key(shard, start, length)):
+                    self._ahead[block] = self._fetcher.start(self.manifest.shards[shard].name, start, length)
 
     def read(self, block: int) -> TokenBlock | PairBlock:
         """One block, 0 <= block < manifest.blocks.
@@ -121,6 +150,7 @@ class BlockReader:
         problem = self._wrong_checksum(block, payloads)
         if problem:
             self._log.warning(f"block {block} of source {self.name} came damaged ({problem}), reading it again")
+            self.counts.refetched += 1
             payloads = self._fetch(block, fresh=True)
             problem = self._wrong_checksum(block, payloads)
         if problem:
@@ -176,7 +206,7 @@ class BlockReader:
 
     def _size(self, key: str) -> int | None:
         try:
-            return self.store.size(key)
+            return self._fetcher.patiently(lambda: self.store.size(key))
         except NotFoundError:
             return None
 
@@ -187,7 +217,7 @@ class BlockReader:
         key = self.manifest.shards[shard].name + INDEX_SUFFIX
         where = f"{self.store.url}/{key}"
         try:
-            data = self.store.get(key)
+            data = self._fetcher.patiently(lambda: self.store.get(key))
         except NotFoundError:
             raise DataError(
                 f"source {self.name} is not whole: {where} is missing. Every shard has its index beside it. "
@@ -202,31 +232,40 @@ class BlockReader:
 
     def _fetch(self, block: int, *, fresh: bool) -> list[memoryview]:
         """The block's data members in one read: from the cache, or (always if `fresh`) from the store."""
-        shard, row = self.locate(block)
-        spans = [self._index(shard).span(row, member) for member in range(len(self.manifest.members) - 1)]
-        start, end = spans[0].offset, spans[-1].offset + spans[-1].length
-        entry = self.manifest.shards[shard]
-        key = f"{entry.sha256}-{start}-{end - start}"
-        data = None if self._cache is None or fresh else self._cache.get(key)
-        if data is None:
-            data = self._get_range(entry.name, start, end - start)
+        shard, start, length = self._range(block)
+        key = self._cache_key(shard, start, length)
+        ahead = self._ahead.pop(block, None)
+        data = None if self._cache is None or fresh or ahead is not None else self._cache.get(key)
+        if data is not None:
+            self.counts.cache_hits += 1
+        else:
+            data = self._get_range(self.manifest.shards[shard].name, start, length, ahead)
             if self._cache is not None:
                 self._cache.put(key, data)
         view = memoryview(data)
+        spans = self._spans(block)
         return [view[span.offset - start : span.offset - start + span.length] for span in spans]
 
-    def _get_range(self, key: str, start: int, length: int) -> bytes:
+    def _spans(self, block: int) -> list[MemberSpan]:
+        """Where the data members of a block are in its shard."""
+        shard, row = self.locate(block)
+        index = self._index(shard)
+        return [index.span(row, member) for member in range(len(self.manifest.members) - 1)]
+
+    def _range(self, block: int) -> tuple[int, int, int]:
+        """(shard, start, length) of the one read that gives a block."""
+        spans = self._spans(block)
+        return self.locate(block)[0], spans[0].offset, spans[-1].offset + spans[-1].length - spans[0].offset
+
+    def _cache_key(self, shard: int, start: int, length: int) -> str:
+        return f"{self.manifest.shards[shard].sha256}-{start}-{length}"
+
+    def _get_range(self, key: str, start: int, length: int, ahead: Request | None = None) -> bytes:
         self.fetching = f"{self.store.url}/{key} (source {self.name}, bytes {start} to {start + length})"
         try:
-            for wait_s in _RETRY_WAITS_S:
-                try:
-                    return self.store.get_range(key, start, length)
-                except NotFoundError:
-                    raise
-                except StoreError as error:
-                    self._log.warning("reading data failed, trying again", cause=error)
-                    time.sleep(wait_s * _JITTER.uniform(0.5, 1.0))
-            return self.store.get_range(key, start, length)
+            if ahead is not None:
+                return self._fetcher.result(ahead)
+            return self._fetcher.get_range(key, start, length)
         finally:
             self.fetching = ""
 

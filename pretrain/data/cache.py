@@ -11,6 +11,7 @@ used entries go when the budget is exceeded.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from pretrain.log import Log
 
 _SUFFIX = ".block"
+_ABANDONED_S = 600.0
 _TRIM_TO = 0.9  # of the budget, so that not every put has to look at the whole directory
 
 
@@ -39,6 +41,9 @@ class BlockCache:
         except OSError:
             return None
         return data
+
+    def has(self, key: str) -> bool:
+        return self._path(key).exists()
 
     def put(self, key: str, data: bytes) -> None:
         """Keeps a copy, unless the disk will not take it."""
@@ -74,6 +79,9 @@ class BlockCache:
         for path in self._directory.glob(f"*/*{_SUFFIX}*"):
             with suppress(OSError):
                 status = path.stat()
+                if path.suffix != _SUFFIX and time.time() - status.st_mtime > _ABANDONED_S:
+                    path.unlink()  # half-written by a process that was killed
+                    continue
                 entries.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in entries)
         if total <= self._budget_bytes:

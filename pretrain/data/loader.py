@@ -183,6 +183,7 @@ class Loader:
         numbers = [state.next_row + j * rows + i for j in mine for i in range(rows)]
         located = order.locate_rows(np.array(numbers, dtype=np.int64))
         bad = {(self._source_index[q.source], q.block) for q in state.quarantine if q.from_row <= state.next_row}
+        self._send_for({(address.source, address.block) for address in located} - bad)
         found: set[tuple[int, int]] = set()
         batches, masked_rows = [], 0
         for position, j in enumerate(mine):
@@ -212,6 +213,10 @@ class Loader:
                 raise
             found.add(block)
             return None
+
+    def _send_for(self, blocks: set[tuple[int, int]]) -> None:
+        for index, source in enumerate(self._sources):
+            source.reader.request(sorted(block for of_source, block in blocks if of_source == index))
 
     def _check_enough_rows(self) -> None:
         rows = {source.name: source.count_real_rows() for source in self._sources}

@@ -15,13 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pretrain.errors import DataError, PretrainError, StoreError, UserError
+from pretrain.errors import DataError, PretrainError, StoreError
+from pretrain.store.client import is_http, open_url
 
 _BUFFER_BYTES = 8 * 2**20
 _RETRY_WAITS_S = (0.2, 1.0, 4.0)
-_SILENCE_S = 60.0
 _JITTER = random.Random()  # own: the global generator belongs to whoever seeds it
-_PACKAGES = {"s3": "s3fs", "http": "aiohttp", "https": "aiohttp", "gs": "gcsfs"}
 
 Answer = TypeVar("Answer")
 
@@ -35,7 +34,7 @@ def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int]
         UserError: an unknown kind of URL, or its package is missing.
         StoreError: the server failed.
     """
-    files, path = _file_system(url)
+    files, path = open_url(url)
     kind = url.split("://", 1)[0]
 
     def described(info: dict[str, Any]) -> tuple[str, int]:
@@ -46,7 +45,7 @@ def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int]
         try:
             info = files.info(path)
         except FileNotFoundError:
-            if _is_http(url):
+            if is_http(url):
                 return []
             found = files.glob(path, detail=True) if any(character in path for character in "*?[") else {}
             return sorted(described(item) for item in found.values() if item["type"] == "file")
@@ -56,10 +55,6 @@ def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int]
         return sorted(described(item) for name, item in below.items() if fits(name.rpartition("/")[2]))
 
     return with_retries(url, look)
-
-
-def _is_http(url: str) -> bool:
-    return url.startswith(("http://", "https://"))
 
 
 class RemoteFile(io.RawIOBase):
@@ -77,9 +72,9 @@ class RemoteFile(io.RawIOBase):
             DataError: it does not exist.
             StoreError: the server failed, also when asked again.
         """
-        files, path = _file_system(url)
+        files, path = open_url(url)
         size = with_retries(url, lambda: files.info(path)).get("size")
-        if size is None or _is_http(url):
+        if size is None or is_http(url):
             return with_retries(url, lambda: _fetched(files, path, size))
         return io.BufferedReader(cls(files, path, url, int(size)), _BUFFER_BYTES)
 
@@ -140,7 +135,7 @@ def _fetched(files: Any, path: str, size: int | None) -> io.BufferedIOBase:
     """A temporary copy; it is gone when it is closed."""
     copy = tempfile.TemporaryFile(prefix="pretrain-input-")  # noqa: SIM115  the caller closes it
     try:
-        plain = {"headers": {"Accept-Encoding": "identity"}} if _is_http(path) else {}
+        plain = {"headers": {"Accept-Encoding": "identity"}} if is_http(path) else {}
         with files.open(path, "rb", block_size=0, **plain) as source:
             while piece := source.read(_BUFFER_BYTES):
                 copy.write(piece)
@@ -151,23 +146,3 @@ def _fetched(files: Any, path: str, size: int | None) -> io.BufferedIOBase:
         copy.close()
         raise
     return copy
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    import fsspec  # 0.1 s: only who needs it pays
-
-    kind = url.split("://", 1)[0]
-    options: dict[str, Any] = {"use_listings_cache": False}
-    try:
-        if _is_http(url):
-            import aiohttp
-
-            limits = aiohttp.ClientTimeout(total=None, sock_connect=_SILENCE_S, sock_read=_SILENCE_S)
-            options["client_kwargs"] = {"timeout": limits}  # aiohttp's own would end every request after 5 minutes
-        return fsspec.url_to_fs(url, **options)
-    except (ImportError, ValueError) as error:
-        package = _PACKAGES.get(kind, f"the package that serves {kind}://")
-        raise UserError(
-            f"input {url!r} cannot be opened: {error}. URLs are read through fsspec. Install the package with "
-            f"`pip install {package}`, or correct the URL."
-        ) from None

@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import fsspec
-
-from pretrain.errors import StoreError, UserError
+from pretrain.errors import StoreError
 from pretrain.store.base import NotFoundError, Store, UnsupportedError, checked_key
+from pretrain.store.client import open_url
 from pretrain.store.local import short_read
 
 
@@ -29,14 +28,7 @@ class RemoteStore:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        try:
-            self._files, root = fsspec.url_to_fs(self.url, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
-            kind = url.split("://", 1)[0]
-            raise UserError(
-                f"url={url} cannot be opened: {error}. The kind must be one that fsspec knows and whose package is "
-                f"installed. Install the package that serves {kind}:// or correct the URL."
-            ) from None
+        self._files, root = open_url(self.url)
         self._root = root.rstrip("/")
 
     def __repr__(self) -> str:
@@ -100,6 +92,11 @@ class RemoteStore:
             return b""
         with self._explained("read", key):
             data = bytes(self._files.cat_file(path, start=start, end=start + length))
+        if len(data) > length:
+            raise StoreError(
+                f"{self.url}/{key} gave {len(data)} bytes for a range of {length}. The server ignores ranges, which "
+                "reading single blocks needs. Use one that honours them, or copy the files to a local directory."
+            )
         if len(data) != length:
             raise short_read(f"{self.url}/{key}", start, length, len(data))
         return data

@@ -31,19 +31,21 @@ class HttpServer:
     """What the server did and what it is told to do: `fault(number of the request, path)` -> kind of fault or ''.
 
     Kinds: error (500), drop (the connection ends in the middle), short (less than the range, said to be all),
-    flip (a wrong byte), stall (silent for `stall_s`), whole (ignores the range).
+    flip (a wrong byte), flip once (in the first answer for each range only), stall (silent for `stall_s`),
+    whole (ignores the range).
     """
 
     url: str
     fault: Callable[[int, str], str] = lambda number, path: ""
     stall_s: float = 3.0
     requests: list[str] = field(default_factory=list)
+    asked: set[tuple[str, str]] = field(default_factory=set)
     done: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
-def files_over_http(root: Path) -> Iterator[HttpServer]:
-    """Serves the files below `root`."""
+def files_over_http(root: Path, *, port: int = 0, delay_s: float = 0.0) -> Iterator[HttpServer]:
+    """Serves the files below `root`, from `delay_s` on."""
     state = HttpServer("")
 
     class Handler(BaseHTTPRequestHandler):
@@ -63,7 +65,11 @@ def files_over_http(root: Path) -> Iterator[HttpServer]:
             kind = ""
             if body:
                 state.requests.append(self.path)
+                asked = (self.path, self.headers.get("Range", ""))
                 kind = state.fault(len(state.requests), self.path)
+                if kind == "flip once":
+                    kind = "" if asked in state.asked else "flip"
+                state.asked.add(asked)
             if kind == "stall":
                 state.done.wait(state.stall_s)
             if not path.is_file() or kind == "error":
@@ -97,10 +103,20 @@ def files_over_http(root: Path) -> Iterator[HttpServer]:
         def handle_error(self, request: object, client_address: object) -> None:
             """A client that hangs up (hedging does) is no news."""
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", port), Handler, bind_and_activate=False)
+    server.server_bind()
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+
+    def serve() -> None:
+        time.sleep(delay_s)  # bound but not listening: connections are refused
+        server.server_activate()
+        server.serve_forever(poll_interval=0.02)
+
+    thread = threading.Thread(target=serve)
     thread.start()
+    if not delay_s:
+        while not _listens(server.server_address[1]):
+            time.sleep(0.005)
     try:
         yield state
     finally:
@@ -153,6 +169,12 @@ def s3_server(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         log.close()
 
 
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        client.settimeout(1)
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
@@ -168,9 +190,7 @@ def _missing(kind: str) -> str:
 def _wait_until_open(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline and process.poll() is None:
-        with socket.socket() as client:
-            client.settimeout(1)
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        if _listens(port):
+            return
         time.sleep(0.05)
     pytest.fail(f"the S3 server did not come up: {log.read_text()[-500:]}")

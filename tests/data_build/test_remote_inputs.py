@@ -64,7 +64,7 @@ def test_a_failing_http_server_is_asked_again_and_at_last_an_error(server: HttpS
 
 
 def test_a_kind_of_url_that_nobody_serves_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"input 'nosuch://x' cannot be opened.*pip install"):
+    with pytest.raises(UserError, match=r"url=nosuch://x cannot be opened.*pip install"):
         read("nosuch://x")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import pretrain.data.blocks as blocks_module
+import pretrain.data.fetch as fetch_module
 from pretrain.data.batch import BatchShape
 from pretrain.data.blocks import BlockReader, CorruptBlockError, PairBlock, TokenBlock
 from pretrain.data.cache import BlockCache
@@ -31,7 +31,7 @@ from tests.data_read.corpus import (
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks_module, "_RETRY_WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(fetch_module, "_LOCAL_WAITS_S", (0.0, 0.0, 0.0))
 
 
 @pytest.fixture(scope="module", params=["tokens", "pairs"])
