@@ -7,6 +7,7 @@ broken package is a finding and not a crash.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -23,7 +24,8 @@ import psutil
 from launch.clusters.local import remove_leftovers
 from launch.tables import print_rows
 from pretrain.errors import ExitCode, PretrainError
-from pretrain.rundir import home_url, list_runs
+from pretrain.rundir import RunDirectory, home_url, list_runs
+from pretrain.rundir.memory_folders import DEFAULT_DIRECTORY, memory_folders, remove_orphans
 
 PACKAGES = ("torch", "deepspeed", "ray", "pydantic", "numpy", "safetensors", "tokenizers", "fsspec", "psutil")
 LEAST_DISK_BYTES = 2 * 10**9
@@ -142,6 +144,25 @@ def check_leftovers() -> list[Finding]:
     return [Finding("leftovers", "note" if removed else "ok", found, "removed" if removed else "")]
 
 
+def check_memory_tier() -> list[Finding]:
+    """Copies of checkpoints in memory: those of runs that are over go, those of others are told of."""
+    bases = {DEFAULT_DIRECTORY}
+    with contextlib.suppress(PretrainError):
+        for status in list_runs():
+            with contextlib.suppress(PretrainError):
+                bases.add(Path(RunDirectory.locate(f"{home_url()}/{status.name}").config().checkpoint.ram_directory))
+    findings = []
+    for base in sorted(bases):
+        for folder in [*remove_orphans(base), *memory_folders(base)]:
+            if folder.orphan:
+                findings.append(Finding("memory tier", "note", f"{folder.path}: {folder.orphan}", "removed"))
+            else:
+                found = f"{folder.path}: {folder.bytes / 1e6:.0f} MB of {folder.run_url or 'an unknown run'}"
+                remedy = "given back when that run ends or its directory is gone"
+                findings.append(Finding("memory tier", "ok", found, remedy))
+    return findings or [Finding("memory tier", "ok", "none")]
+
+
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_python,
     check_packages,
@@ -153,4 +174,5 @@ CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_loopback,
     check_runs,
     check_leftovers,
+    check_memory_tier,
 )

@@ -1,6 +1,7 @@
 """Checkpoints: flat fp32 ranges by parameter name, of any ranks and ZeRO stage, published last or not at all."""
 
 from pretrain.checkpoint.listing import CheckpointInfo, list_checkpoints, verify_checkpoint
+from pretrain.checkpoint.memory import COPIES, MemoryCopy, MemoryTier
 from pretrain.checkpoint.restore import Restored, restore
 from pretrain.checkpoint.retention import prune
 from pretrain.checkpoint.save import SaveHandle, save
@@ -13,8 +14,11 @@ from pretrain.checkpoint.weights import (
 )
 
 __all__ = [
+    "COPIES",
     "CheckpointInfo",
     "Difference",
+    "MemoryCopy",
+    "MemoryTier",
     "Restored",
     "SaveHandle",
     "diff_checkpoints",

@@ -25,6 +25,7 @@ from pretrain.rundir.records import decode_record, encode_record
 
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
+PART_SUFFIX = ".part.json"
 _NAME = re.compile(r"step-(\d{8,})-a(\d{3,})")
 _DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -50,6 +51,11 @@ def rank_file(rank: int) -> str:
 
 def sidecar_file(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+def part_file(rank: int) -> str:
+    """Manifest of a single rank's file; all parts of a save together are the manifest (memory tier)."""
+    return f"rank-{rank:05d}{PART_SUFFIX}"
 
 
 def failure_file(rank: int) -> str:
@@ -130,8 +136,8 @@ class Manifest:
         )
 
     @classmethod
-    def decode(cls, data: bytes, where: str) -> Manifest:
-        """Reads and checks a manifest.
+    def decode(cls, data: bytes, where: str, *, part: bool = False) -> Manifest:
+        """Reads and checks a manifest; a `part` need not cover everything.
 
         Raises:
             CheckpointError: it is damaged, of another format, or its ranges do not cover every parameter once.
@@ -158,7 +164,7 @@ class Manifest:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{where} lacks something: {error!r}. {_REMEDY}") from None
-        hole = manifest.first_hole()
+        hole = None if part else manifest.first_hole()
         if hole:
             raise CheckpointError(f"{where} does not cover {hole} exactly once. {_REMEDY}")
         return manifest

@@ -1,6 +1,7 @@
 """Restoring: find the newest good checkpoint, verify it, read this rank's share, all ranks as one.
 
-takes -> store of checkpoints, engine; gives -> what was restored and what was passed over, and why.
+takes -> store of checkpoints, memory tier, engine; gives -> what was restored and what was passed over, and why.
+The newest of both tiers comes first; of equally new ones that in memory, which is read faster.
 Invariants: rank 0 alone chooses and all follow; every file is hashed by exactly one rank and all ranks
 vote before a weight is used; what does not fit the model is an error that names it, never a fresh
 weight; published checkpoints that are all damaged are an error, never a start from scratch.
@@ -9,12 +10,13 @@ weight; published checkpoints that are all damaged are an error, never a start f
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pretrain.checkpoint.files import CheckpointFiles, content_problem
-from pretrain.checkpoint.format import MANIFEST, Manifest
+from pretrain.checkpoint.format import MANIFEST, Manifest, parse_name
 from pretrain.checkpoint.listing import CheckpointInfo, list_checkpoints
+from pretrain.checkpoint.memory import MemoryCopy, MemoryTier
 from pretrain.engine.distributed import broadcast_bytes, gather_texts, vote
 from pretrain.engine.state import Scalars, Stateful
 from pretrain.errors import CheckpointError, PretrainError
@@ -30,42 +32,84 @@ class Restored:
 
     Attributes:
         skipped: newer ones that were passed over, (name, why).
+        from_memory: whether it came from the memory tier.
     """
 
     name: str
     step: int
     training_state: dict[str, Any]
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    from_memory: bool = False
 
 
-def restore(store: Store, engine: Stateful, world: World, *, name: str | None = None) -> Restored | None:
-    """Restores the newest good checkpoint, or `name`. A collective.
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """Something to restore from: a durable checkpoint, or a copy in memory."""
+
+    name: str
+    copy: MemoryCopy | None = None
+
+    @property
+    def order(self) -> tuple[tuple[int, int], bool]:
+        return parse_name(self.name) or (0, 0), self.copy is not None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} in memory" if self.copy else self.name
+
+
+def restore(
+    store: Store, engine: Stateful, world: World, *, name: str | None = None, memory: MemoryTier | None = None
+) -> Restored | None:
+    """Restores the newest good checkpoint of both tiers, or the durable one called `name`. A collective.
 
     Returns:
-        None when none was ever published (folders of unfinished saves do not count).
+        None when none was ever published durably and memory holds nothing that can be used.
 
     Raises:
         CheckpointError: `name` is absent or bad; all published ones are damaged; the model does not fit.
     """
-    candidates, skipped = _choose(store, world, name)
-    if not candidates and not skipped:
-        return None
-    for candidate in candidates:
-        manifest, problem = _manifest(store, world, candidate)
-        if manifest is not None:
-            problem = _verify(store, world, manifest)
+    durable, skipped = _choose(store, world, name)
+    candidates = [_Candidate(durable_name) for durable_name in durable]
+    if memory is not None and name is None:
+        candidates += [_Candidate(copy.name, copy) for copy in memory.copies()]
+    for candidate in sorted(candidates, key=lambda one: one.order, reverse=True):
+        if candidate.copy is not None and memory is not None:
+            manifest, problem = _try_memory(memory, engine, candidate.copy)
+        else:
+            manifest, problem = _try_durable(store, world, engine, candidate.name)
         if manifest is not None and problem is None:
-            element_keys, scalars = _what_fits(manifest, engine)
-            problem = _read(store, engine, manifest, element_keys, scalars)
-        if manifest is not None and problem is None:
-            return Restored(candidate, manifest.step, manifest.training_state, skipped)
-        skipped.append((candidate, problem or "unreadable"))
-    if name is None and all(why == CheckpointInfo.UNFINISHED for _, why in skipped):
+            training_state = manifest.training_state
+            return Restored(candidate.name, manifest.step, training_state, skipped, candidate.copy is not None)
+        skipped.append((candidate.label, problem or "unreadable"))
+        if candidate.copy is not None and memory is not None:
+            memory.passed_over.append((candidate.label, problem or "unreadable"))
+    lost = [why for label, why in skipped if why != CheckpointInfo.UNFINISHED and not label.endswith(" in memory")]
+    if name is None and not lost:
         return None
     listed = "\n".join(f"  - {skipped_name}: {why}" for skipped_name, why in skipped)
     raise CheckpointError(
         f"no good checkpoint in {store.url}:\n{listed}\nA run goes on from a verified checkpoint or not at all. "
         "Bring a copy back, or start again under another --name."
+    )
+
+
+def _try_durable(store: Store, world: World, engine: Stateful, name: str) -> tuple[Manifest | None, str | None]:
+    """Verifies and reads a durable checkpoint; gives its manifest, or why it cannot be used. A collective."""
+    manifest, problem = _manifest(store, world, name)
+    if manifest is None:
+        return None, problem
+    mine = replace(manifest, files=manifest.files[world.rank :: world.size])
+    return manifest, _verify(store, mine) or _read(store, engine, manifest, *_what_fits(manifest, engine))
+
+
+def _try_memory(memory: MemoryTier, engine: Stateful, copy: MemoryCopy) -> tuple[Manifest | None, str | None]:
+    """The same for a copy in memory, of which a rank sees what lies on its own node. A collective."""
+    if copy.problem:
+        return None, copy.problem
+    problem = _verify(memory.store, memory.to_verify(copy))
+    return copy.manifest, problem or _read(
+        memory.store, engine, memory.readable(copy), *_what_fits(copy.manifest, engine)
     )
 
 
@@ -116,10 +160,9 @@ def _manifest(store: Store, world: World, name: str) -> tuple[Manifest | None, s
         return None, str(error)
 
 
-def _verify(store: Store, world: World, manifest: Manifest) -> str | None:
-    """Each rank hashes every R-th file; gives all problems of all ranks. A collective."""
-    mine = manifest.files[world.rank :: world.size]
-    problems = [problem for file in mine if (problem := content_problem(store, manifest.name, file))]
+def _verify(store: Store, mine: Manifest) -> str | None:
+    """Hashes the files that are this rank's to hash; gives all problems of all ranks. A collective."""
+    problems = [problem for file in mine.files if (problem := content_problem(store, mine.name, file))]
     return "; ".join(text for text in gather_texts("; ".join(problems)) if text) or None
 
 

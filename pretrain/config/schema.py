@@ -303,6 +303,15 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt = setting("steps between durable checkpoints", resume="free")
     keep_last: PositiveInt = setting("newest checkpoints that are kept", resume="free", default=2)
+    ram_every_steps: PositiveInt | None = setting(
+        "steps between copies in the memory of the nodes, which outlive the processes but not the node; "
+        "two copies are kept; none means no copies in memory",
+        resume="free",
+        default=None,
+    )
+    ram_directory: Location = setting(
+        "directory of those copies on every node, on a tmpfs that holds two", resume="free", default="/dev/shm"
+    )
 
 
 class HealthConfig(Section):

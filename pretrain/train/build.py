@@ -30,6 +30,7 @@ from pretrain.model.flops import parameter_counts, training_flops_per_step
 from pretrain.model.registry import build_model
 from pretrain.rundir import RunDirectory
 from pretrain.topology import World
+from pretrain.train.memory import MemorySaver, open_memory_tier
 from pretrain.train.reporter import Reporter
 from pretrain.train.saving import Saver
 from pretrain.train.state import TrainingState
@@ -123,6 +124,10 @@ class Training:
         """Begins to save. A collective."""
         self.save_stall_s += self.saver.save(state)
 
+    def copy_to_memory(self, state: TrainingState) -> None:
+        """Begins a copy into the memory of the nodes. A collective."""
+        self.save_stall_s += self.saver.copy_to_memory(state)
+
     def close(self) -> None:
         """Ends threads, sinks and the engine; the process group stays."""
         self.place.stop.close()
@@ -167,6 +172,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         activation_checkpointing=config.engine.activation_checkpointing,
     )
     engine = Engine(model, config, place.world, place.device)
+    tier = open_memory_tier(config.checkpoint, place.run, engine, place.world)
     saver = Saver(
         place.run.checkpoints,
         engine,
@@ -177,6 +183,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         beat=lambda: place.heartbeat.phase("save", place.heartbeat.step),
         reporter=place.reporter,
         log=log,
+        memory=MemorySaver(tier, engine, place.world, attempt=place.attempt, guard=place.guard, log=log),
     )
     sinks = open_sinks(config, place.run, place.world, place.attempt, log)
     throughput = Throughput(flops_per_step=0.0, peak_flops=None, total_steps=config.schedule.total_steps)

@@ -81,19 +81,27 @@ def train(training: Training) -> ExitCode:
         if last or state.step % config.metrics.log_every_steps == 0 or not record.outcome.applied:
             _log_step(training, state, record)
         _check_health(training, state)
-        if config.eval.every_steps and (last or state.step % config.eval.every_steps == 0):
+        if _due(state.step, config.eval.every_steps) or (last and config.eval.every_steps):
             with training.throughput.excluded():
                 training.validate(state)
-        if state.step % config.checkpoint.every_steps == 0 and not last:
+        if _due(state.step, config.checkpoint.every_steps) and not last:
             with training.throughput.excluded():
                 heartbeat.phase("save", state.step, collective=True)
                 training.save(state)
+        elif _due(state.step, config.checkpoint.ram_every_steps) and not last:
+            with training.throughput.excluded():
+                heartbeat.phase("save", state.step, collective=True)
+                training.copy_to_memory(state)
         else:
             training.saver.poll()
     _save_for_good(training, state)
     training.place.reporter.event("completed", step=state.step)
     heartbeat.phase("done", state.step)
     return ExitCode.DONE
+
+
+def _due(step: int, every_steps: int | None) -> bool:
+    return every_steps is not None and step % every_steps == 0
 
 
 def _read_step(training: Training, state: TrainingState) -> tuple[TrainingState, StepData, Agreement]:
@@ -191,3 +199,4 @@ def _save_for_good(training: Training, state: TrainingState) -> None:
     if training.saver.saved_step != state.step:
         training.save(state)
     training.saver.finish()
+    training.saver.give_memory_back()

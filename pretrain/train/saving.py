@@ -15,6 +15,7 @@ from pretrain.engine.engine import Engine
 from pretrain.log import Log
 from pretrain.store import Store
 from pretrain.topology import World
+from pretrain.train.memory import MemorySaver
 from pretrain.train.reporter import Reporter
 from pretrain.train.state import TrainingState
 
@@ -23,7 +24,7 @@ class Saver:
     """The run's checkpoints, for one rank of one attempt.
 
     Attributes:
-        saved_step: step of the newest checkpoint that this attempt restored or began to save.
+        saved_step: step of the newest durable checkpoint that this attempt restored or began to save.
     """
 
     def __init__(
@@ -38,33 +39,38 @@ class Saver:
         beat: Callable[[], None],
         reporter: Reporter,
         log: Log,
+        memory: MemorySaver,
     ) -> None:
         """
         Args:
             guard: raises FencedError when this attempt may not publish any more.
             beat: called while a wait for a save goes on, as long as the save makes progress.
+            memory: the tier of copies in memory.
         """
         self._checkpoints, self._engine, self._world = checkpoints, engine, world
         self._attempt, self._config = attempt, config
         self._guard, self._beat = guard, beat
         self._reporter, self._log = reporter, log
+        self._memory = memory
         self._pending: tuple[SaveHandle, int] | None = None
         self.saved_step: int | None = None
 
     def restore(self) -> TrainingState | None:
-        """Loads the newest good checkpoint into the engine; None if there is none. A collective.
+        """Loads the newest good checkpoint of both tiers into the engine; None if there is none. A collective.
 
         Raises:
             CheckpointError: checkpoints are there, but none is good.
         """
-        restored: Restored | None = restore(self._checkpoints, self._engine, self._world)
+        restored: Restored | None = restore(self._checkpoints, self._engine, self._world, memory=self._memory.tier)
+        self._memory.note(restored)
         if restored is None:
             return None
         for name, why in restored.skipped:
             self._log.warning("checkpoint skipped", checkpoint=name, why=why)
-        self._log.info("restored", checkpoint=restored.name, step=restored.step)
-        self._reporter.event("restored", attempt=self._attempt, checkpoint=restored.name, step=restored.step)
-        self.saved_step = restored.step
+        tier = "memory" if restored.from_memory else "durable"
+        self._log.info("restored", checkpoint=restored.name, step=restored.step, tier=tier)
+        self._reporter.event("restored", attempt=self._attempt, checkpoint=restored.name, step=restored.step, tier=tier)
+        self.saved_step = None if restored.from_memory else restored.step
         return TrainingState.from_json(restored.training_state)
 
     def save(self, state: TrainingState) -> float:
@@ -87,6 +93,15 @@ class Saver:
         self._pending = (handle, state.step)
         self.poll()
         return handle.stall_s
+
+    def copy_to_memory(self, state: TrainingState) -> float:
+        """Begins a copy into the memory tier; gives the seconds that the caller stood still. A collective."""
+        self.poll()
+        return self._memory.save(state)
+
+    def give_memory_back(self) -> None:
+        """After the last state is durable: the copies in memory are of no use any more. A collective."""
+        self._memory.discard()
 
     def poll(self) -> None:
         """Takes note of a save that has ended; never waits. Raises its error."""

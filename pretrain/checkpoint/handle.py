@@ -1,0 +1,67 @@
+"""A save under way, as its caller sees it: a thread with progress, an error that surfaces, a wish to give up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pretrain.errors import PretrainError, StoreError
+
+
+@dataclass
+class SaveProgress:
+    """What the thread and the handle share: chunks written and looks for other ranks so far; a wish to give up."""
+
+    count: int = 0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class SaveHandle:
+    """A save under way.
+
+    Attributes:
+        name: of the checkpoint.
+        stall_s: seconds that the caller stood still.
+    """
+
+    def __init__(self, name: str, stall_s: float, work: Callable[[SaveProgress], None]) -> None:
+        self.name, self.stall_s = name, stall_s
+        self._work = work
+        self._error: PretrainError | None = None
+        self._progress = SaveProgress()
+        self._thread = threading.Thread(target=self._run, name=f"save {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when this rank's part is durable; on rank 0: when the checkpoint is published. No collective.
+
+        Raises:
+            StoreError: it could not be written; nothing of it counts.
+            FencedError: a newer attempt has the run.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Stops waiting for other ranks; `wait` then raises unless it was published already."""
+        self._progress.cancelled.set()
+
+    @property
+    def progress(self) -> int:
+        """Grows as long as the save goes on; a save whose progress stands still is stuck in its storage."""
+        return self._progress.count
+
+    def _run(self) -> None:
+        try:
+            self._work(self._progress)
+        except PretrainError as error:
+            self._error = error
+        except Exception as error:  # a thread's traceback would be lost
+            self._error = StoreError(f"saving {self.name} failed: {error!r}. This is not foreseen; please report it.")
