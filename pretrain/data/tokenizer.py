@@ -100,8 +100,17 @@ class Tokenizer:
         return np.split(ids, np.cumsum(lengths)[:-1]) if len(texts) else []
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The same, concatenated: (ids uint32 [sum of lengths], lengths int64 [texts])."""
-        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        """The same, concatenated: (ids uint32 [sum of lengths], lengths int64 [texts]).
+
+        Raises:
+            DataError: a text holds lone surrogates, as Python makes of bytes that are not UTF-8.
+        """
+        try:
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # the library's words for text that has no UTF-8
+            raise DataError(
+                "the text holds bytes that are not UTF-8. A tokenizer reads Unicode text. Convert it to UTF-8."
+            ) from None
         lists = [encoding.ids for encoding in encodings]
         lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
         flat = np.fromiter(chain.from_iterable(lists), dtype=np.uint32, count=int(lengths.sum()))

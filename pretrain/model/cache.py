@@ -1,8 +1,8 @@
 """Keys and values of one sequence that is being decoded, grown in place up to a capacity.
 
 Takes a model's new keys and values, layer by layer -> all of the sequence so far. A cache belongs to one
-sequence (one document); memory is allocated at the first append, in the dtype and on the device of the
-keys. Cross-attention keeps the keys and values of the source in `memory`, computed once.
+sequence (one document); memory grows as it is needed, in the dtype and on the device of the keys.
+Cross-attention keeps the keys and values of the source in `memory`, computed once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pretrain.sequence import SeqInfo
+
+_LEAST_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -41,13 +43,21 @@ class LayerCache:
         end = self.length + k_TGK.shape[0]
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit a cache of {self.capacity}")
-        if self._keys is None or self._values is None:
-            self._keys = k_TGK.new_empty((self.capacity, *k_TGK.shape[1:]))
-            self._values = v_TGK.new_empty((self.capacity, *v_TGK.shape[1:]))
+        self._keys = self._grown(self._keys, k_TGK, end)
+        self._values = self._grown(self._values, v_TGK, end)
         self._keys[self.length : end] = k_TGK
         self._values[self.length : end] = v_TGK
         self.length = end
         return self._keys[:end], self._values[:end], one_document(0, end, k_TGK.device)
+
+    def _grown(self, held: Tensor | None, new_TGK: Float[Tensor, "T G K"], end: int) -> Tensor:
+        """Room for `end` tokens: doubled when it is short, so that a capacity that is never reached costs nothing."""
+        if held is not None and held.shape[0] >= end:
+            return held
+        grown = new_TGK.new_empty((min(self.capacity, max(2 * end, _LEAST_TOKENS)), *new_TGK.shape[1:]))
+        if held is not None:
+            grown[: self.length] = held[: self.length]
+        return grown
 
 
 @dataclass(slots=True)

@@ -123,3 +123,9 @@ def test_an_id_outside_the_vocabulary_is_refused_when_decoding(tokenizer: Tokeni
 
 def test_special_names_are_those_that_every_part_of_the_product_expects() -> None:
     assert SPECIAL_TOKENS == ("<|endoftext|>", "<|pad|>", "<|start|>")
+
+
+def test_text_that_is_not_utf_8_is_named_so(tokenizer: Tokenizer) -> None:
+    for text in (b"a \xff b".decode(errors="surrogateescape"), "\ud800"):
+        with pytest.raises(DataError, match="not UTF-8"):
+            tokenizer.encode_batch(["good", text])

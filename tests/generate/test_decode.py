@@ -132,3 +132,11 @@ def test_empty_input_is_refused_before_anything_is_computed() -> None:
         translate_ids(_model(ENCODER_DECODER), [], 2, GREEDY, StopRule(3))
     with pytest.raises(UserError, match="max_tokens=0"):
         StopRule(0)
+
+
+def test_a_text_that_ends_early_costs_only_the_memory_that_it_uses() -> None:
+    model = _model(DECODER)
+    stop = StopRule(max_tokens=10**15)
+    first = list(zip(range(200), continue_ids(model, PROMPT, GREEDY, stop), strict=False))
+    exact = list(continue_ids(model, PROMPT, GREEDY, StopRule(max_tokens=200)))
+    assert [token for _, token in first] == exact  # grown past its first size more than once
