@@ -28,6 +28,7 @@ COMMANDS = (
     "stop",
     "resume",
     "watch",
+    "dashboard",
     "report",
     "checkpoint",
     "generate",

@@ -15,6 +15,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
+from launch.monitor.attempts import Attempt, list_attempts
 from launch.monitor.ledger import Ledger, make_ledger
 from pretrain.config import RunConfig
 from pretrain.errors import PretrainError
@@ -104,6 +105,7 @@ class RunReader:
         self._rows: dict[int, list[dict[str, Any]]] = {}
         self._last_seen: dict[int, float] = {}
         self._ledger: tuple[int, float, Ledger] | None = None
+        self._attempts: tuple[int, list[Attempt]] | None = None
 
     def refresh(self) -> None:
         """Reads what is new. Trouble of the storage or a damaged file ends in `problem`, not in an error."""
@@ -138,9 +140,11 @@ class RunReader:
         self._ledger = (self.version, now, ledger)
         return ledger
 
-    def rows(self) -> dict[int, list[dict[str, Any]]]:
-        """What the ledger needs of each record, by attempt."""
-        return self._rows
+    def attempts(self) -> list[Attempt]:
+        """The attempts as the journal and the metrics tell them."""
+        if self._attempts is None or self._attempts[0] != self.version:
+            self._attempts = (self.version, list_attempts(self.events, self._rows, self._last_seen))
+        return self._attempts[1]
 
     def last_value(self, name: str) -> float | None:
         """The last known value of a field, of the newest attempt that has one."""

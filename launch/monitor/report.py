@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import Any
 
-from launch.monitor.attempts import Attempt, list_attempts
+from launch.monitor.attempts import Attempt
 from launch.monitor.ledger import PHASES, Kind, Ledger
 from launch.monitor.reader import RunReader
 from launch.tables import format_table
@@ -35,7 +35,7 @@ def report_json(reader: RunReader) -> dict[str, Any]:
     return {
         "run": {**reader.status.to_json(), "url": reader.run.url},
         "ledger": reader.ledger().to_json(),
-        "attempts": [attempt_json(attempt) for attempt in list_attempts(reader.events, reader.rows())],
+        "attempts": [attempt_json(attempt) for attempt in reader.attempts()],
         "checkpoints": checkpoints_of(reader),
         "validation": last_validations(reader),
     }
@@ -88,7 +88,7 @@ def format_report(reader: RunReader) -> str:
     parts += ["", _format_seconds(ledger)]
     if ledger.restarts:
         parts += ["", _format_restarts(ledger), "", _format_causes(ledger)]
-    attempts = list_attempts(reader.events, reader.rows())
+    attempts = reader.attempts()
     if attempts:
         parts += ["", _format_attempts(attempts)]
     return "\n".join(parts)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 
-from launch.monitor.attempts import list_attempts
 from launch.monitor.ledger import Kind
 from launch.monitor.reader import RunReader
 from launch.monitor.report import exact_seconds, format_bar, last_validations
@@ -75,7 +74,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def kept_values(reader: RunReader, name: str) -> list[float]:
     """A field of the step records that are part of the run, in order of steps."""
     values: list[float] = []
-    for attempt in list_attempts(reader.events, reader.rows()):
+    for attempt in reader.attempts():
         columns = reader.columns.get(attempt.number)
         if columns is None or name not in columns.fields:
             continue
@@ -124,7 +123,7 @@ def _time_lines(reader: RunReader, width: int, paint: _Paint) -> list[str]:
 
 
 def _attempt_lines(reader: RunReader, width: int, paint: _Paint) -> list[str]:
-    attempts = list_attempts(reader.events, reader.rows())
+    attempts = reader.attempts()
     lines = []
     if attempts:
         last = attempts[-1]

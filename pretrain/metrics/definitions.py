@@ -69,3 +69,12 @@ def unknown_fields(record: Mapping[str, Any]) -> list[str]:
     for source, values in record.get("validation", {}).items():
         unknown += [f"validation.{source}.{name}" for name in values if name not in VALIDATION_FIELDS]
     return unknown
+
+
+def format_tables() -> str:
+    """Every field as Markdown tables, for `docs/metrics.md`."""
+    parts = []
+    for title, fields in (("Records of steps", STEP_FIELDS), ("Validation, per source", VALIDATION_FIELDS)):
+        rows = [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in fields.values()]
+        parts.append("\n".join([f"### {title}", "| field | unit | meaning |", "|---|---|---|", *rows]))
+    return "\n\n".join(parts)

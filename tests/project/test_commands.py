@@ -19,6 +19,7 @@ COMMANDS = {
     "data explain": ["--json", "-h"],
     "data stats": ["--json", "-h"],
     "data verify": ["--json", "-h"],
+    "dashboard": ["--home", "--host", "--port", "-h"],
     "doctor": ["--json", "-h"],
     "generate": ["--json", "-h"],
     "list": ["--json", "-h"],

@@ -1,0 +1,160 @@
+"""Curves of a run for a picture of limited width. PURE.
+
+Takes a reader's columns → lines of at most `points` points: of each stretch its lowest and its highest
+value, so that a spike of one step stays visible at any zoom. The line that counts and the steps that a
+later attempt did again are kept apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from launch.monitor.attempts import Attempt
+from launch.monitor.reader import Columns, RunReader
+
+X = Literal["step", "tokens", "hours"]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What part of a curve is wanted, and how.
+
+    Attributes:
+        x: what the horizontal axis counts; hours are since the run's creation.
+        low, high: part of the axis; None: to its end.
+        points: most points of a line.
+        smooth: steps on each side over which the smoothed line is a mean; 0: no smoothed line.
+    """
+
+    x: X = "step"
+    low: float | None = None
+    high: float | None = None
+    points: int = 1000
+    smooth: int = 0
+
+
+def curve(reader: RunReader, name: str, view: View) -> dict[str, Any]:
+    """One field of the step records: `kept`, `smooth` and `lost` lines as [[x …], [y …]]; gaps are None."""
+    kept: list[tuple[Floats, Floats]] = []
+    lost: list[tuple[Floats, Floats]] = []
+    for attempt in reader.attempts():
+        columns = reader.columns.get(attempt.number)
+        if columns is None or name not in columns.fields:
+            continue
+        x, y, counts = _line(reader, attempt, columns, name, view.x)
+        kept.append((x[counts], y[counts]))
+        if not counts.all():
+            # The last step that counts joins the lost piece to the line that it left.
+            begin = max(0, int(np.argmin(counts)) - 1)
+            lost.append((x[begin:], y[begin:]))
+    x, y = _joined(kept)
+    answer: dict[str, Any] = {"kept": _answer(x, y, view)}
+    if view.smooth and len(y) > 2:
+        answer["smooth"] = _answer(x, running_mean(y, view.smooth), view)
+    if lost:
+        answer["lost"] = _with_gaps([_answer(*piece, view) for piece in lost])
+    return answer
+
+
+def validation_curves(reader: RunReader, name: str, view: View) -> dict[str, list[list[float | None]]]:
+    """One value of the validations by source; of a step that was validated twice the later one counts."""
+    kept_to = {attempt.number: attempt.kept_step for attempt in reader.attempts()}
+    start_t = reader.events[0].t if reader.events else 0.0
+    points: dict[str, dict[int, tuple[float, float]]] = {}
+    for point in reader.validations:
+        limit = kept_to.get(point.attempt)
+        value = point.values.get(name)
+        if value is None or (limit is not None and point.step > limit):
+            continue
+        x = (point.t - start_t) / 3600 if view.x == "hours" else float(point.step)
+        if view.x == "tokens":
+            x = _tokens_at(reader, point.attempt, point.step)
+        points.setdefault(point.source, {})[point.step] = (x, float(value))
+    lines = {}
+    for source, by_step in points.items():
+        pairs = np.array([by_step[step] for step in sorted(by_step)], dtype=np.float64)
+        lines[source] = _answer(pairs[:, 0], pairs[:, 1], view)
+    return lines
+
+
+def running_mean(y: Floats, reach: int) -> Floats:
+    """Mean over up to `reach` values on each side, the same number on both, so that it never lags; NaN counts not."""
+    known = ~np.isnan(y)
+    totals = np.concatenate(([0.0], np.cumsum(np.where(known, y, 0.0))))
+    counts = np.concatenate(([0], np.cumsum(known)))
+    place = np.arange(len(y))
+    sides = np.minimum(reach, np.minimum(place, len(y) - 1 - place))
+    low, high = place - sides, place + sides + 1
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean: Floats = (totals[high] - totals[low]) / (counts[high] - counts[low])
+    return mean
+
+
+def thin(x: Floats, y: Floats, points: int) -> tuple[Floats, Floats]:
+    """At most `points` points: of equally long stretches the lowest and the highest value, in order."""
+    if len(y) <= points:
+        return x, y
+    stretches = max(1, points // 2)
+    length = -(-len(y) // stretches)
+    padded = np.concatenate((y, np.full(stretches * length - len(y), np.nan))).reshape(stretches, length)
+    first = np.arange(stretches) * length
+    lowest = np.argmin(np.where(np.isnan(padded), np.inf, padded), axis=1) + first
+    highest = np.argmax(np.where(np.isnan(padded), -np.inf, padded), axis=1) + first
+    chosen = np.unique(np.concatenate((lowest, highest, [0, len(y) - 1])))
+    chosen = chosen[chosen < len(y)]
+    return x[chosen], y[chosen]
+
+
+def _line(
+    reader: RunReader, attempt: Attempt, columns: Columns, name: str, x_kind: X
+) -> tuple[Floats, Floats, np.ndarray[Any, np.dtype[np.bool_]]]:
+    # Copies: an array that numpy looks into cannot grow.
+    steps = np.array(columns.fields["step"])
+    y = np.array(columns.fields[name])
+    if x_kind == "hours":
+        x = (np.array(columns.fields["t"]) - reader.events[0].t) / 3600
+    elif x_kind == "tokens" and "tokens" in columns.fields:
+        x = np.array(columns.fields["tokens"])
+    else:
+        x = steps
+    counts = steps <= attempt.kept_step if attempt.kept_step is not None else np.ones(len(steps), dtype=bool)
+    return x, y, counts
+
+
+def _tokens_at(reader: RunReader, attempt: int, step: int) -> float:
+    columns = reader.columns.get(attempt)
+    if columns is None or "tokens" not in columns.fields:
+        return float("nan")
+    steps = np.array(columns.fields["step"])
+    place = min(int(np.searchsorted(steps, step)), len(steps) - 1)
+    return float(columns.fields["tokens"][place])
+
+
+def _joined(pieces: list[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    if not pieces:
+        empty = np.zeros(0)
+        return empty, empty
+    return np.concatenate([x for x, _ in pieces]), np.concatenate([y for _, y in pieces])
+
+
+def _answer(x: Floats, y: Floats, view: View) -> list[list[float | None]]:
+    """The part that is wanted, with one point more on each side so that lines reach the edge."""
+    low = 0 if view.low is None else max(0, int(np.searchsorted(x, view.low)) - 1)
+    high = len(x) if view.high is None else int(np.searchsorted(x, view.high, side="right")) + 1
+    x, y = thin(x[low:high], y[low:high], view.points)
+    return [x.tolist(), [None if value != value else value for value in y.tolist()]]
+
+
+def _with_gaps(pieces: list[list[list[float | None]]]) -> list[list[float | None]]:
+    """Several lines as one with a gap between two; in order of x, as a picture wants them."""
+    points: list[tuple[float, float | None]] = []
+    for xs, ys in pieces:
+        points += [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None]
+        if points:
+            points.append((points[-1][0], None))
+    order = sorted(range(len(points)), key=lambda place: points[place][0])
+    return [[points[place][0] for place in order], [points[place][1] for place in order]]
