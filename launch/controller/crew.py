@@ -103,10 +103,11 @@ class Crew:
 
     def free_ranks(self) -> int | None:
         """Ranks that could be placed now, on agents that live and on free slots; None while unknown."""
+        living = sum(agent.slots for agent in self._agents.values())
         free = self._free_elsewhere()
         if free is None:
-            return None
-        return sum(agent.slots for agent in self._agents.values()) + sum(free.values())
+            return living or None
+        return living + sum(free.values())
 
     def place(self, num_ranks: int) -> None:
         """Gets slots for `num_ranks` ranks; `placed` or `place_failed` will be news."""

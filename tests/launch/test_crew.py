@@ -96,3 +96,31 @@ def test_a_stranger_cannot_deafen_the_controller(garbage):
             assert message["node"] == "n"
     finally:
         hub.close()
+
+
+def test_ranks_can_be_started_on_living_agents_while_nobody_knows_of_free_slots():
+    class Forgetful(OneNode):
+        def free_slots(self) -> dict[str, int]:
+            if self.launched:
+                raise ConnectionError("the control service of Ray is gone")
+            return {"n": 1}
+
+    nodes = Forgetful()
+    crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 60.0)
+    try:
+        while crew.free_ranks() is None:
+            crew.look(0.01)
+        crew.place(1)
+        while nodes.launched is None:
+            crew.look(0.01)
+        with socket.create_connection(nodes.launched[0]) as agent:
+            _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
+            while crew.look(0.01).placed is None:
+                pass
+            while crew._free is not None:  # looked at once a second
+                crew.look(0.01)
+            assert crew.free_ranks() == 1
+            crew.place(1)
+            assert crew.look(0.01).placed == ("h",)
+    finally:
+        crew.close()
