@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from pretrain.data.objective import I64, PackedRow
-from pretrain.data.permutation import derive_key
+from pretrain.data.permutation import derive_key, mix_keys
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
 DIGEST_MODULUS = 1 << 48  # sums of up to 2^15 ranks stay exact in int64
@@ -76,7 +77,7 @@ def make_batch(
         ids = [row.encoder_ids for row in present if row.encoder_ids is not None]
         of_rows = [row.encoder_lengths for row in present if row.encoder_lengths is not None]
         encoder_ids, encoder_lengths = _pack(ids, of_rows, shape.rows * shape.source_length, shape)
-    targets = labels[labels != IGNORED_LABEL]
+    target_tokens, target_bytes = _count_targets(labels, byte_lengths)
     return Batch(
         index=index,
         decoder_ids=torch.from_numpy(decoder_ids),
@@ -85,8 +86,8 @@ def make_batch(
         encoder_ids=None if encoder_ids is None else torch.from_numpy(encoder_ids),
         encoder_info=None if encoder_lengths is None else seq_info(encoder_lengths),
         dropout_key=key,
-        target_tokens=int(targets.size),
-        target_bytes=int(byte_lengths[targets].sum(dtype=np.int64)),
+        target_tokens=target_tokens,
+        target_bytes=target_bytes,
         digest=_digest(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths),
     )
 
@@ -136,10 +137,32 @@ def _pack(
     return packed, np.concatenate([*lengths, np.array(padding, dtype=np.int64)])
 
 
+def _count_targets(labels: I64, byte_lengths: NDArray[np.integer]) -> tuple[int, int]:
+    """(labels that count, bytes of text that they spell)."""
+    counts = labels != IGNORED_LABEL
+    num = int(np.count_nonzero(counts))
+    # Ignored ones are taken as id 0 and subtracted again: selecting first takes four times as long.
+    spelt = int(byte_lengths.take(labels * counts).sum(dtype=np.int64))
+    return num, spelt - (labels.size - num) * int(byte_lengths[0])
+
+
 def _digest(index: int, *arrays: I64 | None) -> int:
-    state = hashlib.blake2b(digest_size=8)
-    state.update(np.array([index, *(0 if a is None else a.size for a in arrays)], dtype="<i8").tobytes())
+    """62 bits of BLAKE2b over the micro-batch's number and each array's size and checksum.
+
+    A checksum is the sum of the values times fixed odd weights, modulo 2^64: a single changed value always changes
+    it, several do but for about one case in 2^63, and it takes a tenth of the time of hashing the values.
+    """
+    words = [index]
     for array in arrays:
-        if array is not None:
-            state.update(array.astype("<i4").tobytes())  # ids and lengths fit; half the bytes to hash
+        if array is None:
+            words += (0, 0)
+        else:
+            words += (array.size, int(np.dot(array.view(np.uint64), _weights(array.size))))
+    state = hashlib.blake2b(np.array(words, dtype="<u8").tobytes(), digest_size=8)
     return int.from_bytes(state.digest(), "little") >> 2
+
+
+@lru_cache(maxsize=8)
+def _weights(size: int) -> NDArray[np.uint64]:
+    """uint64 [size], odd; the first ones do not depend on `size`."""
+    return mix_keys(np.full(size, derive_key("digest 2"), dtype=np.uint64), np.arange(size)) | np.uint64(1)

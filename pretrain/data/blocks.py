@@ -97,11 +97,11 @@ class BlockReader:
     ) -> None:
         self.store, self.manifest, self.name = store, manifest, name or manifest.name
         self.fetching = ""  # what is being read right now, for whoever waits too long
-        self._is_remote = store.local_path(MANIFEST_NAME) is None
-        self._cache = cache if self._is_remote else None
+        self.is_remote = store.local_path(MANIFEST_NAME) is None
+        self._cache = cache if self.is_remote else None
         self._kept_blocks = kept_blocks
         self._log = Log()
-        self._fetcher = Fetcher(store, is_remote=self._is_remote, log=self._log)
+        self._fetcher = Fetcher(store, is_remote=self.is_remote, log=self._log)
         self._ahead: dict[int, Request] = {}
         self._blocks: OrderedDict[int, TokenBlock | PairBlock] = OrderedDict()
         self._corrupt: dict[int, str] = {}
@@ -120,7 +120,7 @@ class BlockReader:
     def request(self, blocks: Iterable[int]) -> None:
         """Says which blocks are read next: those of a remote source are sent for at once, side by side. What was on
         its way and is not among them is given up. Changes nothing but time."""
-        if not self._is_remote:
+        if not self.is_remote:
             return
         wanted = [block for block in blocks if block not in self._blocks and block not in self._corrupt]
         self._ahead = {block: self._ahead[block] for block in wanted if block in self._ahead}
@@ -187,7 +187,7 @@ class BlockReader:
 
     def _check_sizes(self) -> None:
         files = {shard.name: shard.bytes for shard in self.manifest.shards}
-        if self._is_remote:
+        if self.is_remote:
             with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
                 found = list(pool.map(self._size, files))
         else:
