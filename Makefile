@@ -31,6 +31,7 @@ quickstart: $(STAMP)  ## real text to a trained model on this machine, under 8 m
 	@$(BIN)/python -m launch.quickstart
 
 test: check  ## format, lint, types, contracts, then every test
+	@tests/system_packages
 	@echo "== tests"
 	@$(BIN)/python -m pytest
 

@@ -9,7 +9,8 @@ export class Overview {
     this.chosen = new Set();
     this.at = 0;
     this.filter = el("input", { type: "search", placeholder: "Filter the runs  ( / )", size: 22, "aria-label": "Filter the runs",
-      oninput: () => { this.at = 0; this.draw(); } });
+      oninput: () => { this.at = 0; this.draw(); },
+      onkeydown: (event) => { if (event.key === "Enter" && this.shown()[this.at]) this.open([this.shown()[this.at].name]); } });
     this.compare = el("button", { onclick: () => this.open([...this.chosen]) });
     this.body = el("tbody");
     this.note = el("p", { class: "note" });
