@@ -226,7 +226,8 @@ class LossConfig(Section):
 
     label_smoothing: Fraction = setting("epsilon of label smoothing", resume="logged", default=0.0, lt=1)
     z_loss: NonNegativeReal = setting("weight of logsumexp^2", resume="logged", default=0.0)
-    chunk_rows: PositiveInt = setting("target rows per chunk of the fused loss", resume="free", default=1024)
+    # Not free: the gradient of the output matrix is summed chunk by chunk, so other chunks round otherwise.
+    chunk_rows: PositiveInt = setting("target rows per chunk of the fused loss", resume="logged", default=1024)
 
 
 class AdamWConfig(Section):

@@ -126,3 +126,15 @@ def test_the_logits_never_exist_as_a_whole() -> None:
     """)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
     assert float(done.stdout) < 64
+
+
+def test_another_chunk_rounds_otherwise_so_a_resume_with_one_is_logged() -> None:
+    from pretrain.config.schema import LossConfig
+
+    gradients = []
+    for chunk_rows in (30, 4):
+        hidden, weight, labels = inputs(torch.float32)
+        fused_linear_cross_entropy(hidden, weight, labels, LossOptions(chunk_rows=chunk_rows)).objective.backward()
+        gradients.append(weight.grad)
+    assert not torch.equal(*gradients)
+    assert LossConfig.model_fields["chunk_rows"].json_schema_extra == {"resume": "logged"}
