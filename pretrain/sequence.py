@@ -20,11 +20,25 @@ class SeqInfo:
             device.
         cu_seqlens: int32 [N+1], cumulative lengths, starting with 0 and ending with T.
         positions: int64 [T], position inside the document, restarting at 0.
+        padding: the last document is padding: nobody reads its outputs, so attention leaves them 0.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     positions: torch.Tensor
+    padding: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where kernels would read beside the documents (checked without waiting for a device)."""
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"document lengths must all be at least 1, got {self.lengths[:8]}")
+        total, edges = sum(self.lengths), self.cu_seqlens
+        ends_elsewhere = edges.device.type == "cpu" and edges.numel() > 0 and int(edges[-1]) != total
+        if total != self.positions.shape[0] or edges.shape[0] != len(self.lengths) + 1 or ends_elsewhere:
+            raise ValueError(
+                f"{len(self.lengths)} documents of {total} tokens do not match {self.positions.shape[0]} positions and "
+                f"{edges.shape[0]} cu_seqlens"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +49,9 @@ class SeqInfo:
         return max(self.lengths)
 
     @classmethod
-    def from_lengths(cls, lengths: list[int] | tuple[int, ...], device: torch.device | None = None) -> SeqInfo:
+    def from_lengths(
+        cls, lengths: list[int] | tuple[int, ...], device: torch.device | None = None, *, padding: bool = False
+    ) -> SeqInfo:
         """Derives the tensors from the document lengths.
 
         Raises:
@@ -52,7 +68,13 @@ class SeqInfo:
             lengths=tuple(int(n) for n in lengths),
             cu_seqlens=cu_seqlens.to(torch.int32).to(device),
             positions=positions.to(device),
+            padding=padding,
         )
+
+    def without_last(self) -> SeqInfo:
+        """The layout before the last document, which must not be the only one."""
+        total = self.num_tokens - self.lengths[-1]
+        return SeqInfo(self.lengths[:-1], self.cu_seqlens[:-1], self.positions[:total])
 
     def to(self, device: torch.device) -> SeqInfo:
         if self.positions.device == device:
@@ -61,6 +83,7 @@ class SeqInfo:
             self.lengths,
             self.cu_seqlens.to(device, non_blocking=True),
             self.positions.to(device, non_blocking=True),
+            self.padding,
         )
 
 

@@ -30,6 +30,11 @@ ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(parse_count)]
 ResumePolicy = Literal["free", "logged", "segment", "refused"]
 
 
+AttentionBackend = Literal[
+    "auto", "varlen", "varlen_fa2", "varlen_fa3", "varlen_fa4", "flash", "split", "flex", "qblock", "sdpa", "reference"
+]
+
+
 def setting(description: str, *, resume: ResumePolicy, default: Any = ..., **checks: Any) -> Any:
     """A config field: its meaning, unit and what a resume may do with it."""
     return Field(default, description=description, json_schema_extra={"resume": resume}, **checks)
@@ -114,7 +119,7 @@ class ModelConfig(Section):
         default=0.0,
         lt=1,
     )
-    attention: Literal["auto", "split", "sdpa", "reference"] = setting(
+    attention: AttentionBackend = setting(
         "attention backend; auto chooses and logs, a named one that cannot run is an error",
         resume="logged",
         default="auto",

@@ -65,26 +65,27 @@ def make_batch(
     """
     present = [row for row in rows if row is not None]
     num_tokens = shape.rows * shape.sequence_length
-    decoder_ids, lengths = _pack(
+    decoder_ids, lengths, padded = _pack(
         [row.decoder_ids for row in present], [row.lengths for row in present], num_tokens, shape
     )
     labels = np.full(num_tokens, IGNORED_LABEL, dtype=np.int64)
     num_real = sum(row.labels.size for row in present)
     if present:
         np.concatenate([row.labels for row in present], out=labels[:num_real])
-    encoder_ids, encoder_lengths = None, None
+    encoder_ids, encoder_info, encoder_lengths = None, None, None
     if shape.source_length is not None:
         ids = [row.encoder_ids for row in present if row.encoder_ids is not None]
         of_rows = [row.encoder_lengths for row in present if row.encoder_lengths is not None]
-        encoder_ids, encoder_lengths = _pack(ids, of_rows, shape.rows * shape.source_length, shape)
+        encoder_ids, encoder_lengths, source_padded = _pack(ids, of_rows, shape.rows * shape.source_length, shape)
+        encoder_info = seq_info(encoder_lengths, padding=source_padded)
     target_tokens, target_bytes = _count_targets(labels, byte_lengths)
     return Batch(
         index=index,
         decoder_ids=torch.from_numpy(decoder_ids),
-        decoder_info=seq_info(lengths),
+        decoder_info=seq_info(lengths, padding=padded),
         labels=torch.from_numpy(labels),
         encoder_ids=None if encoder_ids is None else torch.from_numpy(encoder_ids),
-        encoder_info=None if encoder_lengths is None else seq_info(encoder_lengths),
+        encoder_info=encoder_info,
         dropout_key=key,
         target_tokens=target_tokens,
         target_bytes=target_bytes,
@@ -99,11 +100,11 @@ def empty_batch(shape: BatchShape) -> Batch:
     if shape.source_length is not None:
         num_source = shape.rows * shape.source_length
         encoder_ids = torch.from_numpy(np.full(num_source, shape.pad_id, dtype=np.int64))
-        encoder_info = seq_info(np.array([num_source]))
+        encoder_info = seq_info(np.array([num_source]), padding=True)
     return Batch(
         index=-1,
         decoder_ids=torch.from_numpy(np.full(num_tokens, shape.pad_id, dtype=np.int64)),
-        decoder_info=seq_info(np.array([num_tokens])),
+        decoder_info=seq_info(np.array([num_tokens]), padding=True),
         labels=torch.from_numpy(np.full(num_tokens, IGNORED_LABEL, dtype=np.int64)),
         encoder_ids=encoder_ids,
         encoder_info=encoder_info,
@@ -114,7 +115,7 @@ def empty_batch(shape: BatchShape) -> Batch:
     )
 
 
-def seq_info(lengths: I64) -> SeqInfo:
+def seq_info(lengths: I64, *, padding: bool = False) -> SeqInfo:
     """`SeqInfo.from_lengths` without a torch operator."""
     edges = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=edges[1:])
@@ -123,18 +124,20 @@ def seq_info(lengths: I64) -> SeqInfo:
         lengths=tuple(lengths.tolist()),
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
         positions=torch.from_numpy(positions),
+        padding=padding,
     )
 
 
 def _pack(
     ids: Sequence[NDArray[np.integer]], lengths: Sequence[I64], num_tokens: int, shape: BatchShape
-) -> tuple[I64, I64]:
+) -> tuple[I64, I64, bool]:
+    """Ids, document lengths, and whether the last document is padding."""
     packed = np.full(num_tokens, shape.pad_id, dtype=np.int64)
     num_real = sum(part.size for part in ids)
     if ids:
         packed[:num_real] = np.concatenate(ids)
     padding = [num_tokens - num_real] if num_real < num_tokens else []
-    return packed, np.concatenate([*lengths, np.array(padding, dtype=np.int64)])
+    return packed, np.concatenate([*lengths, np.array(padding, dtype=np.int64)]), bool(padding)
 
 
 def _count_targets(labels: I64, byte_lengths: NDArray[np.integer]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from pretrain.log import Log
 from pretrain.metrics.peak import peak_flops_per_rank
 from pretrain.metrics.sinks import Sink, open_sinks
 from pretrain.metrics.throughput import Throughput
-from pretrain.model.attention import choose_backend
+from pretrain.model.attention import explain_attention
 from pretrain.model.flops import parameter_counts, training_flops_per_step
 from pretrain.model.registry import build_model
 from pretrain.rundir import RunDirectory
@@ -143,6 +143,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         PretrainError: of the first room that refuses, on every rank.
     """
     log = place.log
+    attention = explain_attention(config.model, place.device, config.engine.precision)  # or refuses, on all ranks
     loader: Loader | None = None
     problem: PretrainError | None = None
     try:
@@ -161,7 +162,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         log.info(
             "model",
             parameters=parameter_counts(config.model).total,
-            attention=choose_backend(config.model.attention),
+            attention=str(attention),
             zero_stage=config.engine.zero_stage,
             precision=config.engine.precision,
         )

@@ -101,7 +101,7 @@ def test_off_is_false_where_a_flag_is_meant(tmp_path: Path) -> None:
 
 def test_a_choice_that_is_none_is_refused_with_the_choices() -> None:
     problem = problems_of(changed("model.attention", "off"))[0]
-    assert problem.startswith("model.attention=off is not one of auto, split, sdpa, reference (")
+    assert problem.startswith("model.attention=off is not one of auto, varlen, varlen_fa2, ")
     assert problems_of(changed("metrics.wandb.mode", False))[0].startswith(
         "metrics.wandb.mode=false is not one of off,"
     )

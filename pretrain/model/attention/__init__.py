@@ -2,54 +2,30 @@
 
 Takes queries [T_q, H, K], keys and values [T_k, G, K] and the document layouts of both sides (the same
 number of documents; query document i sees key document i) -> [T_q, H, K].
-Adding a backend: one file and one line of `_BACKENDS`; the conformance test picks it up.
+Adding a backend: one file, its line and its refusal in `select`; the conformance test picks it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jaxtyping import Float
 from torch import Tensor
 
-from pretrain.errors import UserError
-from pretrain.model.attention.reference import attend_reference
+from pretrain.model.attention.need import Need
+from pretrain.model.attention.padding import attend_without_padding
 from pretrain.model.attention.rules import AttentionRules, RelativeBias
-from pretrain.model.attention.sdpa import attend_sdpa
-from pretrain.model.attention.split import attend_split
+from pretrain.model.attention.select import BACKENDS, Choice, backend_names, choose_backend, explain_attention
 from pretrain.sequence import SeqInfo
 
-__all__ = ["AttentionRules", "RelativeBias", "attend", "backend_names", "choose_backend"]
-
-_BACKENDS: dict[str, Callable[..., Tensor]] = {
-    "split": attend_split,
-    "sdpa": attend_sdpa,
-    "reference": attend_reference,
-}
-
-
-def backend_names() -> list[str]:
-    return list(_BACKENDS)
-
-
-def choose_backend(requested: str, *, softcap: float | None = None) -> str:
-    """The backend that runs (worth a line in the log): `auto` decides, a name is taken at its word.
-
-    Raises:
-        UserError: an unknown name, or one that cannot compute these rules.
-    """
-    if requested == "auto":
-        return "split"
-    if requested not in _BACKENDS:
-        raise UserError(
-            f"model.attention={requested} is unknown. Backends are auto, {', '.join(_BACKENDS)}. Set one of them."
-        )
-    if requested == "sdpa" and softcap is not None:
-        raise UserError(
-            "model.attention=sdpa cannot cap scores (softcap). No SDPA kernel does. "
-            "Set model.attention=auto, split or reference."
-        )
-    return requested
+__all__ = [
+    "AttentionRules",
+    "Choice",
+    "Need",
+    "RelativeBias",
+    "attend",
+    "backend_names",
+    "choose_backend",
+    "explain_attention",
+]
 
 
 def attend(
@@ -68,20 +44,47 @@ def attend(
 ) -> Float[Tensor, "Tq H K"]:
     """Attention inside documents. See `AttentionRules` for what the options mean; k_info None is q_info.
 
+    Where q_info says that its last document is padding, its outputs are 0 and cost nothing.
+
     Raises:
         UserError: the named backend does not exist or cannot compute this.
-        ValueError: the layouts do not describe the tensors, or heads do not group.
+        ValueError: the layouts do not describe the tensors, heads do not group, or a window is below 1.
     """
-    rules = AttentionRules(causal, scale, window, softcap, bias)
     k_info = q_info if k_info is None else k_info
-    if q_THK.shape[0] != q_info.num_tokens or k_TGK.shape[0] != sum(k_info.lengths):
+    _check(q_THK, k_TGK, q_info, k_info, window)
+    rules = AttentionRules(causal, scale, window, softcap, bias)
+    name = choose_backend(backend, _need(q_THK, q_info, k_info, rules)).backend
+    # flex skips padding by itself and wants a fixed T, but not a plan without a block.
+    if q_info.padding and (name != "flex" or len(q_info.lengths) == 1):
+        return attend_without_padding(BACKENDS[name], q_THK, k_TGK, v_TGK, q_info, k_info, rules)
+    return BACKENDS[name](q_THK, k_TGK, v_TGK, q_info, k_info, rules)
+
+
+def _check(q_THK: Tensor, k_TGK: Tensor, q_info: SeqInfo, k_info: SeqInfo, window: int | None) -> None:
+    if q_THK.shape[0] != q_info.num_tokens or k_TGK.shape[0] != k_info.num_tokens:
         raise ValueError(
             f"{q_THK.shape[0]} queries and {k_TGK.shape[0]} keys do not match layouts of "
-            f"{q_info.num_tokens} and {sum(k_info.lengths)} tokens"
+            f"{q_info.num_tokens} and {k_info.num_tokens} tokens"
         )
     if len(q_info.lengths) != len(k_info.lengths) or q_THK.shape[1] % k_TGK.shape[1]:
         raise ValueError(
             f"{len(q_info.lengths)} query and {len(k_info.lengths)} key documents, {q_THK.shape[1]} query and "
             f"{k_TGK.shape[1]} key heads: documents must pair up and heads must group"
         )
-    return _BACKENDS[choose_backend(backend, softcap=softcap)](q_THK, k_TGK, v_TGK, q_info, k_info, rules)
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} sees nothing; it counts the query's own place and is at least 1")
+
+
+def _need(q_THK: Tensor, q_info: SeqInfo, k_info: SeqInfo, rules: AttentionRules) -> Need:
+    reach = max(q_info.max_length, k_info.max_length)
+    return Need(
+        device=q_THK.device.type,
+        dtype=q_THK.dtype,
+        head_width=q_THK.shape[2],
+        window=rules.window is not None and rules.window < reach,
+        softcap=rules.softcap is not None,
+        bias=rules.bias is not None,
+        blind_queries=rules.causal
+        and q_info is not k_info
+        and any(q > k for q, k in zip(q_info.lengths, k_info.lengths, strict=True)),
+    )

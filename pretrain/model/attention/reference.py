@@ -14,14 +14,14 @@ from pretrain.sequence import SeqInfo
 
 def packed_distance(q_info: SeqInfo, k_info: SeqInfo, device: torch.device) -> tuple[Tensor, Tensor]:
     """Two [T_q, T_k] tensors: bool, same document; int64, query place - key place (ends of documents aligned)."""
-    q_document, q_place = _places(q_info, device)
-    k_document, k_place = _places(k_info, device)
+    q_document, q_place = places(q_info, device)
+    k_document, k_place = places(k_info, device)
     lag = torch.tensor([k - q for q, k in zip(q_info.lengths, k_info.lengths, strict=True)], device=device)
     distance = (q_place + lag[q_document])[:, None] - k_place[None, :]
     return q_document[:, None] == k_document[None, :], distance
 
 
-def _places(info: SeqInfo, device: torch.device) -> tuple[Tensor, Tensor]:
+def places(info: SeqInfo, device: torch.device) -> tuple[Tensor, Tensor]:
     """Document number and index inside the document of each token (not `positions`, which a cache moves on)."""
     lengths = torch.tensor(info.lengths, device=device)
     document = torch.repeat_interleave(lengths)

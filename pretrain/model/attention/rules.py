@@ -26,9 +26,9 @@ class RelativeBias:
         """Int64 of any shape -> [H, *shape]; as large as it looks, so only for the dense backends."""
         return self.values(relative.flatten(), *self.tensors).unflatten(-1, relative.shape)
 
-    def diagonals(self, longest_query: int, longest_key: int, device: torch.device) -> Tensor:
-        """[H, R] for all relative places of two documents, from 1 - longest_query to longest_key - 1."""
-        return self.values(torch.arange(1 - longest_query, longest_key, device=device), *self.tensors)
+    def diagonals(self, reach: int, device: torch.device) -> Tensor:
+        """[H, 2 reach - 1]: the bias at every relative place from 1 - reach to reach - 1."""
+        return self.values(torch.arange(1 - reach, reach, device=device), *self.tensors)
 
 
 @dataclass(frozen=True, slots=True)

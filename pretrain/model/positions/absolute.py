@@ -31,5 +31,6 @@ class LearnedPositions(nn.Module):
         self.initial: dict[str, Initial] = {"weight": initial or Normal(0.02)}
 
     def forward(self, positions_T: Int[Tensor, " T"]) -> Float[Tensor, "T D"]:
-        """The rows of the positions. The caller keeps documents within `capacity` (a rule of the config)."""
-        return functional.embedding(positions_T, self.weight)
+        """The rows of the positions. A rule of the config keeps documents within `capacity`; only padding, whose
+        outputs nobody reads, may be longer, and reads the last row."""
+        return functional.embedding(positions_T.clamp(max=self.capacity - 1), self.weight)

@@ -59,18 +59,26 @@ class RelativePositionBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
         self.initial: dict[str, Initial] = {"weight": initial or Normal(1.0)}
 
-    def forward(self) -> RelativeBias:
-        """The bias to pass to `attend`; one call serves all layers of a stack."""
-        return RelativeBias(self._values, (self.weight,))
+    def forward(self, longest: int, device: torch.device) -> RelativeBias:
+        """The bias to pass to `attend` in every layer of a stack, for documents of at most `longest` tokens.
 
-    def _values(self, relative_R: Tensor, weight_BH: Tensor) -> Float[Tensor, "H R"]:
+        The table is read here and not in the attention: under ZeRO-3 it is whole only inside this call.
+        """
+        reach = longest - 1
         buckets_R = relative_buckets(
-            relative_R,
+            torch.arange(-reach, longest, device=device),
             num_buckets=self.num_buckets,
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-        return functional.embedding(buckets_R, weight_BH).T
+
+        def values(relative_R: Tensor, by_place_RH: Tensor) -> Tensor:
+            # An embedding's gradient is summed in a fixed order, that of plain indexing is not.
+            return functional.embedding(relative_R.clamp(-reach, reach) + reach, by_place_RH).T
+
+        # fp32 at least, so that the gradients of all pairs at one distance are not summed in bf16.
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return RelativeBias(values, (functional.embedding(buckets_R, self.weight).to(wide),))
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
