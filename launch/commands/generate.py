@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         body = {"run": directory.name, "checkpoint": name, "prompt": text, "text": written.text}
         print(json.dumps({**body, "tokens": len(written.ids), "ended": written.ended}, indent=2, ensure_ascii=False))
     else:
-        print(written.text if config.model.family == "encoder_decoder" else text + written.text)
+        print(written.text if config.model.layout == "encoder_decoder" else text + written.text)
     return ExitCode.DONE
 
 

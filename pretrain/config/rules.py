@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     )
 
 
+_TRAINED_BY = {"causal_lm": "decoder", "seq2seq": "encoder_decoder", "masked_lm": "encoder"}
+"""Layout of the models that an objective trains."""
+
+
 def broken_rules(sections: Mapping[str, Any]) -> list[str]:
     """Every broken rule as `<field=value>. <rule>. <remedy>`; rules on absent sections are left out."""
     return [
@@ -55,11 +59,28 @@ def _data_rules(data: DataConfig) -> list[str]:
 
 
 def _objective_rules(objective: ObjectiveConfig, model: AnyModelConfig) -> list[str]:
-    if (objective.kind == "seq2seq") == (model.family == "encoder_decoder"):
+    if model.layout != _TRAINED_BY[objective.kind]:
+        fitting = " or ".join(kind for kind, layout in _TRAINED_BY.items() if layout == model.layout)
+        return [
+            f"objective.kind={objective.kind} does not fit model.family={model.family}. "
+            f"It trains {_TRAINED_BY[objective.kind]} models. Set objective.kind={fitting}, or change model.family."
+        ]
+    if objective.kind == "masked_lm" and (objective.mask_id or 0) >= model.vocabulary_size:
+        return [
+            f"objective.mask_id={objective.mask_id} is not below model.vocabulary_size={model.vocabulary_size}. "
+            "The mask needs an embedding. Set a smaller id or a larger vocabulary."
+        ]
+    return []
+
+
+def _position_rules(model: AnyModelConfig, batch: BatchConfig) -> list[str]:
+    max_length = getattr(model, "max_length", None)
+    if max_length is None or batch.sequence_length <= max_length:
         return []
     return [
-        f"objective.kind={objective.kind} does not fit model.family={model.family}. "
-        "seq2seq trains encoder_decoder, causal_lm trains decoder. Change one of them."
+        f"batch.sequence_length={batch.sequence_length} is above model.max_length={max_length}. "
+        "Every position of a document needs its learned vector. "
+        f"Set model.max_length={batch.sequence_length} or a shorter batch.sequence_length."
     ]
 
 
@@ -181,6 +202,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("data",), _data_rules),
     (("objective", "model"), _objective_rules),
     (("objective", "batch"), _source_length_rules),
+    (("model", "batch"), _position_rules),
     (("eval", "data"), _eval_rules),
     (("model",), _model_rules),
     (("model",), _rope_rules),

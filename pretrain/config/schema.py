@@ -7,7 +7,7 @@ Each field says with `resume` what a resumed run may do with it:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -99,15 +99,42 @@ class Seq2SeqObjective(Section):
     kind: Literal["seq2seq"] = "seq2seq"
 
 
-ObjectiveConfig = Annotated[CausalLMObjective | Seq2SeqObjective, Field(discriminator="kind")]
+class MaskedLMObjective(Section):
+    """Guess masked tokens from both sides: of those chosen, 80 % become the mask id, 10 % a random token, 10 % stay."""
+
+    kind: Literal["masked_lm"] = "masked_lm"
+    mask_probability: Fraction = setting(
+        "share of a document's tokens that are guessed; its end is never one of them",
+        resume="logged",
+        default=0.15,
+        gt=0,
+        lt=1,
+    )
+    mask_id: Count | None = setting(
+        "id that stands for a masked token; none means the last of model.vocabulary_size, which must then be above the "
+        "tokenizer's vocabulary",
+        resume="refused",
+        default=None,
+    )
+
+
+ObjectiveConfig = Annotated[CausalLMObjective | Seq2SeqObjective | MaskedLMObjective, Field(discriminator="kind")]
 
 
 # --------------------------------------------------------------------------------------------- model
 
 
-class ModelConfig(Section):
-    """What all families share."""
+Layout = Literal["decoder", "encoder_decoder", "encoder"]
 
+
+class ModelConfig(Section):
+    """What all families share.
+
+    Attributes:
+        layout: which sides a family has, and so which objectives train it.
+    """
+
+    layout: ClassVar[Layout]
     vocabulary_size: PositiveInt = setting("V, at least the tokenizer's", resume="refused")
     width: PositiveInt = setting("D, model width", resume="refused")
     num_heads: PositiveInt = setting("H, query heads", resume="refused")
@@ -177,6 +204,7 @@ RopeScaling = Annotated[LinearRope | NtkRope | YarnRope | Llama3Rope, Field(disc
 class DecoderConfig(ModelConfig):
     """Decoder-only: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
+    layout: ClassVar[Layout] = "decoder"
     family: Literal["decoder"] = "decoder"
     num_layers: PositiveInt = setting("decoder layers", resume="refused")
     num_kv_heads: PositiveInt | None = setting(
@@ -197,13 +225,27 @@ class DecoderConfig(ModelConfig):
 class EncoderDecoderConfig(ModelConfig):
     """The 2017 Transformer: post-norm, sinusoidal positions, cross-attention, biases, ReLU."""
 
+    layout: ClassVar[Layout] = "encoder_decoder"
     family: Literal["encoder_decoder"] = "encoder_decoder"
     num_encoder_layers: PositiveInt = setting("encoder layers", resume="refused")
     num_decoder_layers: PositiveInt = setting("decoder layers", resume="refused")
     norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-6)
 
 
-AnyModelConfig = Annotated[DecoderConfig | EncoderDecoderConfig, Field(discriminator="family")]
+class EncoderConfig(ModelConfig):
+    """Encoder-only as BERT: post-norm, learned positions, biases, GELU, a transform before the vocabulary."""
+
+    layout: ClassVar[Layout] = "encoder"
+    family: Literal["encoder"] = "encoder"
+    num_layers: PositiveInt = setting("encoder layers", resume="refused")
+    max_length: PositiveInt = setting(
+        "learned positions: the longest document, at least batch.sequence_length", resume="refused"
+    )
+    norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-12)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+
+
+AnyModelConfig = Annotated[DecoderConfig | EncoderDecoderConfig | EncoderConfig, Field(discriminator="family")]
 
 
 # ------------------------------------------------------------------------------------------ training

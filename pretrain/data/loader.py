@@ -23,6 +23,7 @@ from pretrain.data.describe import describe_pipeline
 from pretrain.data.objective import PackedRow
 from pretrain.data.order import RowAddress
 from pretrain.data.prefetch import Prefetcher
+from pretrain.data.random_stream import row_key
 from pretrain.data.rows import SourceRows, batch_shape, open_sources
 from pretrain.data.segments import check_same_data, order_of, segment_of
 from pretrain.data.state import DataState, Segment
@@ -192,7 +193,10 @@ class Loader:
         found: set[tuple[int, int]] = set()
         batches, masked_rows = [], 0
         for position, j in enumerate(mine):
-            packed = [self._row(a, bad, found) for a in located[position * rows : (position + 1) * rows]]
+            packed = [
+                self._row(address, bad, found, row_key(self._config.seed, step, j, number))
+                for number, address in enumerate(located[position * rows : (position + 1) * rows])
+            ]
             masked_rows += sum(row is None for row in packed)
             key = dropout_key(self._config.seed, step, j)
             batches.append(make_batch(packed, self._shape, self._byte_lengths, index=j, key=key))
@@ -207,12 +211,14 @@ class Loader:
             corrupt=tuple(sorted(found)),
         )
 
-    def _row(self, address: RowAddress, bad: set[tuple[int, int]], found: set[tuple[int, int]]) -> PackedRow | None:
+    def _row(
+        self, address: RowAddress, bad: set[tuple[int, int]], found: set[tuple[int, int]], key: int
+    ) -> PackedRow | None:
         block = (address.source, address.block)
         if block in bad or block in found:
             return None
         try:
-            return self._sources[address.source].row(address.block, address.row)
+            return self._sources[address.source].row(address.block, address.row, key)
         except CorruptBlockError:
             if self._config.data.on_corrupt == "raise":
                 raise

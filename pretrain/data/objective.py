@@ -50,9 +50,13 @@ def causal_lm_row(ids: Ids, ends: I64, num_real: int) -> PackedRow:
     """
     labels = ids[1 : num_real + 1].astype(np.int64)
     labels[ends - 1] = IGNORED_LABEL
-    open_end = num_real > 0 and (ends.size == 0 or ends[-1] != num_real)  # the row's edge cuts a document
-    edges = np.append(ends, num_real) if open_end else ends
-    return PackedRow(decoder_ids=ids[:num_real], labels=labels, lengths=_lengths(edges))
+    return PackedRow(decoder_ids=ids[:num_real], labels=labels, lengths=document_lengths(ends, num_real))
+
+
+def document_lengths(ends: I64, num_real: int) -> I64:
+    """Tokens of each document of a row, the one that the row's edge cuts included."""
+    open_end = num_real > 0 and (ends.size == 0 or ends[-1] != num_real)
+    return _lengths(np.append(ends, num_real) if open_end else ends)
 
 
 def seq2seq_row(source_ids: Ids, source_ends: I64, target_ids: Ids, target_ends: I64, start_id: int) -> PackedRow:

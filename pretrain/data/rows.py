@@ -16,7 +16,8 @@ from pretrain.data.batch import BatchShape
 from pretrain.data.blocks import BlockReader, PairBlock, TokenBlock
 from pretrain.data.cache import BlockCache
 from pretrain.data.format import Manifest, read_manifest
-from pretrain.data.objective import I64, PackedRow, causal_lm_row, seq2seq_row
+from pretrain.data.objective import I64, PackedRow, seq2seq_row
+from pretrain.data.objectives import TokenObjective, causal_objective, token_objective
 from pretrain.errors import DataError
 from pretrain.store import open_store
 
@@ -28,12 +29,15 @@ class SourceRows:
         name: as the config calls it.
         reader: its blocks.
         shape: of the run's micro-batches.
+        objective: what rows of plain text become; none means causal, at the shape's length.
     """
 
-    def __init__(self, name: str, reader: BlockReader, shape: BatchShape) -> None:
+    def __init__(
+        self, name: str, reader: BlockReader, shape: BatchShape, objective: TokenObjective | None = None
+    ) -> None:
         self.name, self.reader, self.manifest = name, reader, reader.manifest
-        self._shape = shape
-        self.rows_per_block = self.manifest.rows_per_block_at(shape.sequence_length)
+        self._shape, self._objective = shape, objective or causal_objective(shape.sequence_length)
+        self.rows_per_block = self.manifest.rows_per_block_at(self._objective.row_tokens)
 
     @property
     def num_rows(self) -> int:
@@ -47,25 +51,28 @@ class SourceRows:
             DataError: that block is damaged.
         """
         if self.manifest.kind == "tokens":
-            return -(-self.manifest.tokens // self._shape.sequence_length)
+            return -(-self.manifest.tokens // self._objective.row_tokens)
         last = self.reader.read(self.manifest.blocks - 1)
         assert isinstance(last, PairBlock)
         used = -(-int(last.target_ends[-1]) // self.manifest.target_capacity) if last.target_ends.size else 0
         return (self.manifest.blocks - 1) * self.rows_per_block + used
 
-    def row(self, block: int, row: int) -> PackedRow:
+    def row(self, block: int, row: int, key: int = 0) -> PackedRow:
         """One row.
+
+        Args:
+            key: what is random in it follows this (objectives that are not random ignore it).
 
         Raises:
             CorruptBlockError, StoreError, DataError: see `BlockReader.read`.
         """
         content = self.reader.read(block)
         if isinstance(content, TokenBlock):
-            length = self._shape.sequence_length
+            length = self._objective.row_tokens
             start = row * length
             num_real = min(max(content.real_tokens - start, 0), length)
             ends = _within(content.ends, start, length)
-            return causal_lm_row(content.ids[start : start + length + 1], ends, num_real)
+            return self._objective.make(content.ids[start : start + length + 1], ends, num_real, key)
         source_length, target_length = self.manifest.source_capacity, self.manifest.target_capacity
         source, target = row * source_length, row * target_length
         source_ends = _within(content.source_ends, source, source_length)
@@ -115,7 +122,8 @@ def open_sources(
         manifest = read_manifest(store)
         _check_fit(manifest, config, field, wanted)
         reader = BlockReader(store, manifest, name=name, kept_blocks=kept_blocks, cache=cache)
-        opened[name] = SourceRows(name, reader, batch_shape(config, manifest))
+        objective = token_objective(config, manifest, field)
+        opened[name] = SourceRows(name, reader, batch_shape(config, manifest), objective)
     return opened
 
 

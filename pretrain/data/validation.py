@@ -17,6 +17,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.data.batch import empty_batch, make_batch
 from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.objective import PackedRow
+from pretrain.data.random_stream import validation_key
 from pretrain.data.rows import SourceRows, batch_shape, open_sources
 from pretrain.sequence import Batch
 from pretrain.topology import World
@@ -74,7 +75,7 @@ class ValidationSet:
 
     def _row(self, number: int) -> PackedRow | None:
         try:
-            return self._source.row(*divmod(number, self._source.rows_per_block))
+            return self._source.row(*divmod(number, self._source.rows_per_block), validation_key(number))
         except CorruptBlockError:
             if not self._masks:
                 raise

@@ -42,10 +42,11 @@ def generate_text(
     sampling: SamplingOptions,
     max_tokens: int,
 ) -> Generated:
-    """Continues a prompt (decoder) or writes the target of a source (encoder_decoder).
+    """Continues a prompt (decoders) or writes the target of a source (encoder-decoders).
 
     Raises:
-        UserError: an empty text, no token allowed, logits that are not finite.
+        UserError: an encoder, an empty text, no token allowed, more than the model has positions for, logits that are
+            not finite.
     """
     ids = tuple(stream_ids(model, config, tokenizer, text, sampling=sampling, max_tokens=max_tokens))
     return Generated(tokenizer.decode(ids), ids, ended=len(ids) < max_tokens)
@@ -61,12 +62,17 @@ def stream_ids(
     max_tokens: int,
 ) -> Iterator[int]:
     """The ids of `generate_text` one by one, as they are made. Raises as it does."""
-    kind = "source" if config.family == "encoder_decoder" else "prompt"
+    if config.layout == "encoder":
+        raise UserError(
+            f"model.family={config.family} writes no text. An encoder sees both sides of a gap and continues nothing. "
+            "Generate from a run of a decoder or an encoder-decoder."
+        )
+    kind = "source" if config.layout == "encoder_decoder" else "prompt"
     if not text:
         raise UserError(f"the {kind} is empty. The model needs at least one token to start from. Give a text.")
     special = {tokenizer.eos_id, tokenizer.pad_id, tokenizer.start_id} - {tokenizer.eos_id}
     stop = StopRule(max_tokens, tokenizer.eos_id, tuple(sorted(special)), tokenizer.vocabulary_size)
     ids = tokenizer.encode_batch([text])[0].tolist()
-    if config.family == "encoder_decoder":
+    if config.layout == "encoder_decoder":
         return translate_ids(model, [*ids, tokenizer.eos_id], tokenizer.start_id, sampling, stop)
     return continue_ids(model, ids, sampling, stop)

@@ -31,20 +31,33 @@ class LossOptions:
 
 
 def fused_linear_cross_entropy(
-    hidden_TD: Float[Tensor, "T D"], weight_VD: Float[Tensor, "V D"], labels_T: Int[Tensor, " T"], options: LossOptions
+    hidden_TD: Float[Tensor, "T D"],
+    weight_VD: Float[Tensor, "V D"],
+    labels_T: Int[Tensor, " T"],
+    options: LossOptions,
+    *,
+    bias_V: Float[Tensor, " V"] | None = None,
 ) -> LossSums:
-    """Sums of the loss over all labels that are not `IGNORED_LABEL`.
+    """Sums of the loss over all labels that are not `IGNORED_LABEL`; the logits are hidden weight^T (+ bias).
 
     The gradient flows through `objective` once; a second backward through it is not supported.
     """
-    wants_gradients = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
-    return LossSums(*_FusedLinearCrossEntropy.apply(hidden_TD, weight_VD, labels_T, options, wants_gradients))
+    wants_gradients = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (hidden_TD, weight_VD, bias_V)
+    )
+    return LossSums(*_FusedLinearCrossEntropy.apply(hidden_TD, weight_VD, bias_V, labels_T, options, wants_gradients))
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, options: LossOptions, wants_gradients: bool
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels_T: Tensor,
+        options: LossOptions,
+        wants_gradients: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad_hidden_TD = torch.empty_like(hidden_TD) if wants_gradients else None
         grad_weight_VD = (
@@ -52,24 +65,30 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             if wants_gradients
             else None
         )
+        grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=_sum_dtype(weight_VD))
         sums = torch.zeros(3, dtype=_sum_dtype(hidden_TD), device=hidden_TD.device)
         for start in range(0, hidden_TD.shape[0], options.chunk_rows):
             rows = slice(start, start + options.chunk_rows)
             chunk_CD = hidden_TD[rows]
             logits_CV = (chunk_CD @ weight_VD.t()).to(sums.dtype)
+            if bias_V is not None:
+                logits_CV += bias_V
             chunk = _Chunk.forward(logits_CV, labels_T[rows])
             del logits_CV
             sums += chunk.sums(options)
             if grad_hidden_TD is None or grad_weight_VD is None:
                 continue
-            grad_logits_CV = chunk.gradient_(options).to(hidden_TD.dtype)
+            grad_logits_CV = chunk.gradient_(options)
+            if grad_bias_V is not None:
+                grad_bias_V += grad_logits_CV.sum(dim=0)
+            grad_logits_CV = grad_logits_CV.to(hidden_TD.dtype)
             torch.mm(grad_logits_CV, weight_VD, out=grad_hidden_TD[rows])
             if grad_weight_VD.dtype == grad_logits_CV.dtype:
                 grad_weight_VD.addmm_(grad_logits_CV.t(), chunk_CD)
             else:
                 grad_weight_VD += grad_logits_CV.t() @ chunk_CD
         if grad_hidden_TD is not None and grad_weight_VD is not None:
-            ctx.save_for_backward(grad_hidden_TD, grad_weight_VD)
+            ctx.save_for_backward(grad_hidden_TD, grad_weight_VD, grad_bias_V)
             ctx.weight_dtype = weight_VD.dtype
         objective, nll, z_loss = (value.clone() for value in sums)
         ctx.mark_non_differentiable(nll, z_loss)
@@ -77,9 +96,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
+        grad_hidden_TD, grad_weight_VD, grad_bias_V = ctx.saved_tensors
         grad_weight_VD = (grad_weight_VD * grad_objective).to(ctx.weight_dtype)
-        return grad_hidden_TD * grad_objective, grad_weight_VD, None, None, None
+        if grad_bias_V is not None:
+            grad_bias_V = (grad_bias_V * grad_objective).to(ctx.weight_dtype)
+        return grad_hidden_TD * grad_objective, grad_weight_VD, grad_bias_V, None, None, None
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

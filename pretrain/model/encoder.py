@@ -1,4 +1,4 @@
-"""Encoder of the 2017 Transformer, and the parts that its decoder shares: attention and embedding.
+"""Encoder of the 2017 Transformer, and what others share with it: attention with biases, the post-norm layer.
 
 Takes packed source documents -> their hidden states; attention sees the whole own document.
 Post-norm: norm(x + dropout(sublayer(x))), biases everywhere, ReLU, xavier.
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from pretrain.config.schema import EncoderDecoderConfig
+from pretrain.config.schema import EncoderConfig, EncoderDecoderConfig, ModelConfig
 from pretrain.model.attention import attend
 from pretrain.model.cache import LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
-from pretrain.model.init import Xavier
-from pretrain.model.layers import Embedding, FeedForward, LayerNorm, Linear
+from pretrain.model.init import Initial, Xavier
+from pretrain.model.layers import Activation, Embedding, FeedForward, LayerNorm, Linear
 from pretrain.model.positions import sinusoids
 from pretrain.sequence import SeqInfo
 
@@ -27,14 +27,14 @@ from pretrain.sequence import SeqInfo
 class SelfAttention(nn.Module):
     """Attention inside a document; queries, keys and values come from one matrix, in this order."""
 
-    def __init__(self, config: EncoderDecoderConfig, *, causal: bool) -> None:
+    def __init__(self, config: ModelConfig, inner: Initial, outer: Initial, *, causal: bool) -> None:
         super().__init__()
         width = config.width
         self.head_width = width // config.num_heads
         self.causal = causal
         self.backend = config.attention
-        self.qkv = Linear(width, 3 * width, Xavier(width, width), bias=True)
-        self.output = Linear(width, width, Xavier(width, width), bias=True)
+        self.qkv = Linear(width, 3 * width, inner, bias=True)
+        self.output = Linear(width, width, outer, bias=True)
 
     def forward(
         self, x_TD: Float[Tensor, "T D"], info: SeqInfo, cache: LayerCache | None = None
@@ -67,14 +67,20 @@ class PositionedEmbedding(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention, then feed-forward, each followed by dropout, the residual sum and a norm."""
 
-    def __init__(self, config: EncoderDecoderConfig, sites: Iterator[int]) -> None:
+    def __init__(
+        self,
+        config: EncoderDecoderConfig | EncoderConfig,
+        sites: Iterator[int],
+        attention_initial: Initial,
+        mlp_initial: Initial,
+        activation: Activation,
+    ) -> None:
         super().__init__()
         width = config.width
-        initial = Xavier(width, config.feed_forward_width)
-        self.attention = SelfAttention(config, causal=False)
+        self.attention = SelfAttention(config, attention_initial, attention_initial, causal=False)
         self.attention_dropout = Dropout(config.dropout, next(sites))
         self.attention_norm = LayerNorm(width, config.norm_eps)
-        self.mlp = FeedForward(width, config.feed_forward_width, initial)
+        self.mlp = FeedForward(width, config.feed_forward_width, mlp_initial, mlp_initial, activation=activation)
         self.mlp_dropout = Dropout(config.dropout, next(sites))
         self.mlp_norm = LayerNorm(width, config.norm_eps)
 
@@ -89,8 +95,13 @@ class Encoder(nn.Module):
     def __init__(self, config: EncoderDecoderConfig, sites: Iterator[int], *, activation_checkpointing: bool) -> None:
         super().__init__()
         self.embedding_dropout = Dropout(config.dropout, next(sites))
+        width = config.width
+        attention_initial, mlp_initial = Xavier(width, width), Xavier(width, config.feed_forward_width)
         self.layers = LayerStack(
-            (EncoderLayer(config, sites) for _ in range(config.num_encoder_layers)),
+            (
+                EncoderLayer(config, sites, attention_initial, mlp_initial, "relu")
+                for _ in range(config.num_encoder_layers)
+            ),
             checkpointed=activation_checkpointing,
         )
 

@@ -66,13 +66,13 @@ class CrossDecoderLayer(nn.Module):
         super().__init__()
         width = config.width
         initial = Xavier(width, config.feed_forward_width)
-        self.attention = SelfAttention(config, causal=True)
+        self.attention = SelfAttention(config, Xavier(width, width), Xavier(width, width), causal=True)
         self.attention_dropout = Dropout(config.dropout, next(sites))
         self.attention_norm = LayerNorm(width, config.norm_eps)
         self.cross = CrossAttention(config)
         self.cross_dropout = Dropout(config.dropout, next(sites))
         self.cross_norm = LayerNorm(width, config.norm_eps)
-        self.mlp = FeedForward(width, config.feed_forward_width, initial)
+        self.mlp = FeedForward(width, config.feed_forward_width, initial, initial)
         self.mlp_dropout = Dropout(config.dropout, next(sites))
         self.mlp_norm = LayerNorm(width, config.norm_eps)
 

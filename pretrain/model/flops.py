@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretrain.config.schema import AnyModelConfig, BatchConfig, DecoderConfig, EncoderDecoderConfig
+from pretrain.config.schema import AnyModelConfig, BatchConfig, DecoderConfig, EncoderConfig, EncoderDecoderConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,32 @@ def parameter_counts(model: AnyModelConfig) -> ParameterCounts:
     embedding = model.vocabulary_size * model.width
     outputs = 0 if model.tied_embeddings else embedding
     if isinstance(model, DecoderConfig):
-        head_width = model.head_width or model.width // model.num_heads
-        layer = _decoder_matrices(model) + 2 * model.width + (2 * head_width if model.qk_norm else 0)
-        return ParameterCounts(embedding + model.num_layers * layer + model.width + outputs, embedding)
-    width, hidden = model.width, model.feed_forward_width
-    attention = 4 * width * width + 4 * width
-    mlp = 2 * width * hidden + hidden + width
-    norm = 2 * width
-    encoder_layer = attention + mlp + 2 * norm
-    decoder_layer = 2 * attention + mlp + 3 * norm
-    layers = model.num_encoder_layers * encoder_layer + model.num_decoder_layers * decoder_layer
-    return ParameterCounts(embedding + layers + outputs, embedding)
+        inside = _decoder_parameters(model)
+    elif isinstance(model, EncoderConfig):
+        inside = _encoder_parameters(model)
+    else:
+        inside = _encoder_decoder_parameters(model)
+    return ParameterCounts(embedding + inside + outputs, embedding)
 
 
 def training_flops_per_row(model: AnyModelConfig, batch: BatchConfig) -> int:
     """FLOPs of forward and backward for one row (target row and its source row)."""
     if isinstance(model, DecoderConfig):
         return 3 * _decoder_forward(model, batch.sequence_length)
+    if isinstance(model, EncoderConfig):
+        return 3 * _encoder_forward(model, batch.sequence_length)
     return 3 * _encoder_decoder_forward(model, batch.source_length or batch.sequence_length, batch.sequence_length)
 
 
 def training_flops_per_step(model: AnyModelConfig, batch: BatchConfig) -> int:
     """FLOPs of one optimizer step over all ranks, the optimizer itself left out."""
     return batch.global_batch_size * training_flops_per_row(model, batch)
+
+
+def _decoder_parameters(model: DecoderConfig) -> int:
+    head_width = model.head_width or model.width // model.num_heads
+    layer = _decoder_matrices(model) + 2 * model.width + (2 * head_width if model.qk_norm else 0)
+    return model.num_layers * layer + model.width
 
 
 def _decoder_matrices(model: DecoderConfig) -> int:
@@ -70,6 +73,36 @@ def _decoder_forward(model: DecoderConfig, length: int) -> int:
     matrices = model.num_layers * _decoder_matrices(model) + model.vocabulary_size * model.width
     attention = model.num_layers * 2 * model.num_heads * head_width * length * length
     return 2 * matrices * length + attention
+
+
+def _biased_attention(width: int) -> int:
+    return 4 * width * width + 4 * width
+
+
+def _biased_mlp(width: int, hidden: int) -> int:
+    return 2 * width * hidden + hidden + width
+
+
+def _encoder_parameters(model: EncoderConfig) -> int:
+    width = model.width
+    layer = _biased_attention(width) + _biased_mlp(width, model.feed_forward_width) + 4 * width
+    head = width * width + 3 * width + model.vocabulary_size  # transform, its norm, a bias per entry
+    return model.max_length * width + 2 * width + model.num_layers * layer + head
+
+
+def _encoder_forward(model: EncoderConfig, length: int) -> int:
+    width = model.width
+    matrices = model.num_layers * (4 * width * width + 2 * width * model.feed_forward_width)
+    matrices += width * width + model.vocabulary_size * width
+    return 2 * matrices * length + model.num_layers * 4 * width * length * length
+
+
+def _encoder_decoder_parameters(model: EncoderDecoderConfig) -> int:
+    attention = _biased_attention(model.width)
+    mlp, norm = _biased_mlp(model.width, model.feed_forward_width), 2 * model.width
+    encoder_layer = attention + mlp + 2 * norm
+    decoder_layer = 2 * attention + mlp + 3 * norm
+    return model.num_encoder_layers * encoder_layer + model.num_decoder_layers * decoder_layer
 
 
 def _encoder_decoder_forward(model: EncoderDecoderConfig, source_length: int, target_length: int) -> int:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from pretrain.config.schema import LossConfig
 from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
 from pretrain.loss.sums import LossSums
-from pretrain.model.init import Initial
+from pretrain.model.init import Constant, Initial
 from pretrain.model.layers import Embedding
 
 
@@ -23,17 +23,22 @@ class Head(nn.Module):
 
     Args:
         embedding: the token table; tied, its matrix is the projection, otherwise only its shape counts.
+        bias: one more parameter per entry of the vocabulary, from 0 on.
     """
 
-    def __init__(self, embedding: Embedding, initial: Initial, loss: LossConfig, *, tied: bool) -> None:
+    def __init__(
+        self, embedding: Embedding, initial: Initial, loss: LossConfig, *, tied: bool, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = embedding.weight if tied else nn.Parameter(torch.empty_like(embedding.weight))
-        self.initial = {"weight": initial}
+        self.bias = nn.Parameter(torch.empty(embedding.weight.shape[0])) if bias else None
+        self.initial: dict[str, Initial] = {"weight": initial, "bias": Constant(0.0)}
         self.loss_options = LossOptions(loss.label_smoothing, loss.z_loss, loss.chunk_rows)
 
     def forward(self, hidden_TD: Float[Tensor, "T D"], labels_T: Int[Tensor, " T"] | None = None) -> LossSums | Tensor:
         """Loss sums of the labels; without labels the logits, at least fp32, [T, V]."""
         if labels_T is not None:
-            return fused_linear_cross_entropy(hidden_TD, self.weight, labels_T, self.loss_options)
+            return fused_linear_cross_entropy(hidden_TD, self.weight, labels_T, self.loss_options, bias_V=self.bias)
         logits_TV = functional.linear(hidden_TD, self.weight)
-        return logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+        return logits_TV if self.bias is None else logits_TV + self.bias

@@ -2,12 +2,14 @@
 
 Each module owns every parameter that its forward uses, so that ZeRO-3 gathers them, and says how they
 start (`initial`). All of them work with the whole module cast to bf16: norm statistics are fp32.
-Sources: RMSNorm, Zhang and Sennrich 2019; LayerNorm, Ba et al. 2016; SwiGLU, Shazeer 2020.
+Sources: RMSNorm, Zhang and Sennrich 2019; LayerNorm, Ba et al. 2016; SwiGLU and gated GELU, Shazeer 2020.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -124,13 +126,44 @@ class _GatedSilu(torch.autograd.Function):
         return grad_gate_up_T2F
 
 
-class FeedForward(nn.Module):
-    """The 2017 block: outer(relu(inner(x))), with biases."""
+Activation = Literal["relu", "gelu", "gelu_tanh"]
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": functional.relu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
 
-    def __init__(self, width: int, feed_forward_width: int, initial: Initial) -> None:
+
+class FeedForward(nn.Module):
+    """outer(activation(inner(x))); with ReLU and biases the block of 2017, with GELU that of BERT and GPT-2."""
+
+    def __init__(
+        self,
+        width: int,
+        feed_forward_width: int,
+        inner: Initial,
+        outer: Initial,
+        *,
+        activation: Activation = "relu",
+        bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.inner = Linear(width, feed_forward_width, initial, bias=True)
-        self.outer = Linear(feed_forward_width, width, initial, bias=True)
+        self.inner = Linear(width, feed_forward_width, inner, bias=bias)
+        self.outer = Linear(feed_forward_width, width, outer, bias=bias)
+        self.activation = _ACTIVATIONS[activation]
 
     def forward(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        return self.outer(functional.relu(self.inner(x_TD)))
+        return self.outer(self.activation(self.inner(x_TD)))
+
+
+class GatedGelu(nn.Module):
+    """down(gelu(gate(x)) * up(x)) with the tanh form of GELU, as T5 v1.1; gate and up are one matrix, gate first."""
+
+    def __init__(self, width: int, feed_forward_width: int, inner: Initial, outer: Initial) -> None:
+        super().__init__()
+        self.gate_up = Linear(width, 2 * feed_forward_width, inner)
+        self.down = Linear(feed_forward_width, width, outer)
+
+    def forward(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
+        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
+        return self.down(functional.gelu(gate_TF, approximate="tanh") * up_TF)

@@ -11,11 +11,16 @@ import torch
 from torch import nn
 
 from pretrain.config.schema import AnyModelConfig, LossConfig
+from pretrain.model.bert import Bert
 from pretrain.model.decoder import Decoder
 from pretrain.model.encoder_decoder import EncoderDecoder
 from pretrain.model.init import initialise
 
-_FAMILIES: dict[str, Callable[..., nn.Module]] = {"decoder": Decoder, "encoder_decoder": EncoderDecoder}
+_FAMILIES: dict[str, Callable[..., nn.Module]] = {
+    "decoder": Decoder,
+    "encoder_decoder": EncoderDecoder,
+    "encoder": Bert,
+}
 
 
 def build_model(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from pretrain.config.schema import DecoderConfig, EncoderDecoderConfig
+from pretrain.config.schema import AnyModelConfig, DecoderConfig, EncoderConfig, EncoderDecoderConfig
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
 VOCABULARY = 101
@@ -27,6 +27,22 @@ def encoder_decoder_config(**changes: Any) -> EncoderDecoderConfig:
         "num_encoder_layers": 2, "num_decoder_layers": 2,
     }  # fmt: skip
     return EncoderDecoderConfig(**(values | changes))
+
+
+def encoder_config(**changes: Any) -> EncoderConfig:
+    values: dict[str, Any] = {
+        "vocabulary_size": VOCABULARY, "width": 32, "num_heads": 4, "feed_forward_width": 48, "num_layers": 2,
+        "max_length": 32,
+    }  # fmt: skip
+    return EncoderConfig(**(values | changes))
+
+
+FAMILIES: dict[str, Callable[..., AnyModelConfig]] = {
+    "decoder": decoder_config,
+    "encoder_decoder": encoder_decoder_config,
+    "encoder": encoder_config,
+}
+"""A small config of each family; the conformance tests run over all of them."""
 
 
 def random_ids(count: int, seed: int = 0, vocabulary_size: int = VOCABULARY) -> torch.Tensor:
@@ -72,3 +88,38 @@ def pair_batch(source_lengths: Sequence[int], target_lengths: Sequence[int], *, 
         random_ids(count, seed + 1),
         (random_ids(sum(source_lengths), seed + 2), source_lengths),
     )
+
+
+def masked_batch(lengths: Sequence[int], *, seed: int = 0) -> Batch:
+    """Documents of random ids where a third of the tokens has a label."""
+    ids = random_ids(sum(lengths), seed)
+    chosen = torch.rand(len(ids), generator=torch.Generator().manual_seed(seed)) < 0.34
+    return make_batch(ids, lengths, torch.where(chosen, random_ids(len(ids), seed + 1), IGNORED_LABEL))
+
+
+SOURCE_LENGTHS, TARGET_LENGTHS = (7, 3, 11, 1), (4, 9, 2, 6)
+
+
+def batch_for(config: AnyModelConfig, *, seed: int = 0) -> Batch:
+    """Four packed documents of what the family trains on."""
+    if config.layout == "encoder_decoder":
+        return pair_batch(SOURCE_LENGTHS, TARGET_LENGTHS, seed=seed)
+    make = masked_batch if config.layout == "encoder" else lm_batch
+    return make((9, 1, 20, 13), seed=seed)
+
+
+def documents_of(batch: Batch) -> list[Batch]:
+    """Each document (and its source) as a batch of its own."""
+    lengths = batch.decoder_info.lengths
+    sources: list[Any] = [None] * len(lengths)
+    if batch.encoder_ids is not None and batch.encoder_info is not None:
+        sources = [(ids, [len(ids)]) for ids in batch.encoder_ids.split(batch.encoder_info.lengths)]
+    pieces = zip(batch.decoder_ids.split(lengths), batch.labels.split(lengths), sources, strict=True)
+    return [make_batch(ids, [len(ids)], labels, source) for ids, labels, source in pieces]
+
+
+def empty_batch_for(config: AnyModelConfig, count: int = 40) -> Batch:
+    """Padding only, longer than any document: what fills the last round of a step."""
+    padding = torch.ones(count, dtype=torch.int64)
+    source = (padding, [count]) if config.layout == "encoder_decoder" else None
+    return make_batch(padding, [count], torch.full((count,), IGNORED_LABEL), source)

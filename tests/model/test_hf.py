@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from pretrain.config.schema import DecoderConfig, LossConfig
 from pretrain.errors import UserError
-from pretrain.model.hf.directory import export_decoder, import_decoder
+from pretrain.model.hf.directory import export_model, import_model
+from pretrain.model.hf.family import ExportOptions
 from pretrain.model.registry import build_model
 from tests.model.small import decoder_config, lm_batch
 
@@ -27,7 +28,7 @@ def build(config: DecoderConfig) -> torch.nn.Module:
 def test_an_exported_decoder_gives_the_same_logits_in_transformers(tmp_path: Path, qk_norm: bool, tied: bool) -> None:
     config = decoder_config(qk_norm=qk_norm, tied_embeddings=tied, head_width=16, rope_theta=5e5, init_std=0.2)
     model = build(config)
-    export_decoder(dict(model.named_parameters()), config, tmp_path / "hf", max_length=64)
+    export_model(dict(model.named_parameters()), config, tmp_path / "hf", ExportOptions(64))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert type(theirs).__name__ == ("Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM")
     batch = lm_batch([24])
@@ -47,7 +48,7 @@ def test_a_model_saved_by_transformers_gives_the_same_logits_here(tmp_path: Path
     torch.manual_seed(3)
     theirs = transformers.AutoModelForCausalLM.from_config(hf_config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
-    config, state = import_decoder(tmp_path / "theirs")
+    config, state = import_model(tmp_path / "theirs")
     model = build(config)
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert unexpected == []
@@ -61,8 +62,8 @@ def test_a_model_saved_by_transformers_gives_the_same_logits_here(tmp_path: Path
 def test_export_then_import_gives_equal_weights_and_config(tmp_path: Path) -> None:
     config = decoder_config(qk_norm=True, tied_embeddings=False)
     state = {name: tensor.detach() for name, tensor in build(config).named_parameters()}
-    export_decoder(state, config, tmp_path / "hf", max_length=64)
-    back_config, back = import_decoder(tmp_path / "hf")
+    export_model(state, config, tmp_path / "hf", ExportOptions(64))
+    back_config, back = import_model(tmp_path / "hf")
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
     assert back_config == config.model_copy(update={"head_width": 8, "dropout": 0.0, "attention": "auto"})
@@ -73,22 +74,22 @@ def test_an_export_never_overwrites_and_leaves_nothing_half_written(tmp_path: Pa
     state = dict(build(config).named_parameters())
     (tmp_path / "hf").mkdir()
     with pytest.raises(UserError, match="exists"):
-        export_decoder(state, config, tmp_path / "hf", max_length=64)
+        export_model(state, config, tmp_path / "hf", ExportOptions(64))
     del state["norm.weight"]
     with pytest.raises(UserError, match=r"lacks norm\.weight"):
-        export_decoder(state, config, tmp_path / "other", max_length=64)
+        export_model(state, config, tmp_path / "other", ExportOptions(64))
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_an_import_names_what_is_wrong(tmp_path: Path) -> None:
     config = decoder_config()
-    export_decoder(dict(build(config).named_parameters()), config, tmp_path / "hf", max_length=64)
+    export_model(dict(build(config).named_parameters()), config, tmp_path / "hf", ExportOptions(64))
     body = json.loads((tmp_path / "hf/config.json").read_text())
 
     def refuses(change: dict[str, object], pattern: str) -> None:
         (tmp_path / "hf/config.json").write_text(json.dumps(body | change))
         with pytest.raises(UserError, match=pattern):
-            import_decoder(tmp_path / "hf")
+            import_model(tmp_path / "hf")
 
     refuses({"model_type": "mixtral"}, "model_type=mixtral")
     refuses({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=")
@@ -96,27 +97,27 @@ def test_an_import_names_what_is_wrong(tmp_path: Path) -> None:
     refuses({"hidden_size": 64, "head_dim": 8}, "of shape")
     (tmp_path / "hf/config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
-        import_decoder(tmp_path / "hf")
+        import_model(tmp_path / "hf")
     with pytest.raises(UserError, match=r"config\.json is missing"):
-        import_decoder(tmp_path)
+        import_model(tmp_path)
 
 
 def test_a_truncated_safetensors_file_is_named(tmp_path: Path) -> None:
     config = decoder_config()
-    export_decoder(dict(build(config).named_parameters()), config, tmp_path / "hf", max_length=64)
+    export_model(dict(build(config).named_parameters()), config, tmp_path / "hf", ExportOptions(64))
     file = tmp_path / "hf/model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"model\.safetensors is damaged"):
-        import_decoder(tmp_path / "hf")
+        import_model(tmp_path / "hf")
 
 
 def test_an_import_reads_sharded_weights(tmp_path: Path) -> None:
     config = decoder_config()
-    export_decoder(dict(build(config).named_parameters()), config, tmp_path / "hf", max_length=64)
+    export_model(dict(build(config).named_parameters()), config, tmp_path / "hf", ExportOptions(64))
     tensors = load_file(tmp_path / "hf/model.safetensors")
     names = sorted(tensors)
     (tmp_path / "hf/model.safetensors").unlink()
     for number, part in enumerate((names[::2], names[1::2]), start=1):
         save_file({name: tensors[name] for name in part}, tmp_path / f"hf/model-0000{number}-of-00002.safetensors")
-    _, state = import_decoder(tmp_path / "hf")
+    _, state = import_model(tmp_path / "hf")
     assert state.keys() == dict(build(config).named_parameters()).keys()

@@ -16,13 +16,15 @@ from pretrain.model.init import Constant, initialise
 from pretrain.model.layers import RMSNorm, SwiGLU
 from pretrain.model.positions import rotary_angles, rotate
 from pretrain.model.registry import build_model
-from tests.model.small import decoder_config, encoder_decoder_config, lm_batch, pair_batch
+from tests.model.small import decoder_config, encoder_config, encoder_decoder_config, lm_batch, pair_batch
 
 CONFIGS = [
     decoder_config(),
     decoder_config(qk_norm=True, tied_embeddings=False, head_width=16, num_kv_heads=None),
     encoder_decoder_config(),
     encoder_decoder_config(tied_embeddings=False, num_encoder_layers=3),
+    encoder_config(),
+    encoder_config(tied_embeddings=False, num_layers=3),
 ]
 
 
@@ -172,7 +174,7 @@ def test_parameter_counts_are_those_of_the_built_model(config: AnyModelConfig) -
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.family)
 def test_flops_are_those_that_torch_counts(config: AnyModelConfig) -> None:
-    pairs = config.family == "encoder_decoder"
+    pairs = config.layout == "encoder_decoder"
     model = build(config.model_copy(update={"attention": "reference"}))
     batch = pair_batch([24], [16]) if pairs else lm_batch([16])
     with FlopCounterMode(display=False) as counter:  # does not know of mm(out=), so not through the fused loss
@@ -182,7 +184,8 @@ def test_flops_are_those_that_torch_counts(config: AnyModelConfig) -> None:
     )
     # The reference computes the causal half that the formula leaves out: add it back.
     head_width = getattr(config, "head_width", None) or config.width // config.num_heads
-    causal_layers = config.num_decoder_layers if pairs else config.num_layers
+    causal_layers = {"encoder_decoder": "num_decoder_layers", "decoder": "num_layers"}.get(config.layout)
+    causal_layers = getattr(config, causal_layers) if causal_layers else 0
     skipped = 3 * causal_layers * 2 * config.num_heads * head_width * 16 * 16
     assert training_flops_per_row(config, sizes) + skipped == counter.get_total_flops()
     assert training_flops_per_step(config, sizes) == 6 * training_flops_per_row(config, sizes)

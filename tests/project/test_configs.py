@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.config.schema import DecoderConfig, EncoderDecoderConfig, RunConfig
+from pretrain.config.schema import DecoderConfig, EncoderConfig, EncoderDecoderConfig, RunConfig
 from pretrain.model.registry import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 NAMES = [str(path.relative_to(ROOT / "configs")) for path in CONFIGS]
+TINY = ["quickstart.yaml", *(name for name in NAMES if name.startswith("tests/"))]
 BUILT_HERE = [name for name in NAMES if not name.startswith("llama")]
 
 
@@ -28,10 +29,14 @@ def parameters_by_hand(config: RunConfig) -> int:
         layer += 3 * width * hidden + 2 * width  # SwiGLU, two norms
         layer += 2 * head if model.qk_norm else 0
         return embedding * (1 if model.tied_embeddings else 2) + model.num_layers * layer + width
-    assert isinstance(model, EncoderDecoderConfig)
     attention = 4 * (width * width + width)
     feed_forward = width * hidden + hidden + hidden * width + width
     norm = 2 * width
+    if isinstance(model, EncoderConfig):
+        head = width * width + width + norm + model.vocabulary_size  # transform, norm, a bias per entry
+        layer = attention + feed_forward + 2 * norm
+        return embedding + model.max_length * width + norm + model.num_layers * layer + head
+    assert isinstance(model, EncoderDecoderConfig)
     encoder = model.num_encoder_layers * (attention + feed_forward + 2 * norm)
     decoder = model.num_decoder_layers * (2 * attention + feed_forward + 3 * norm)
     assert model.tied_embeddings
@@ -80,7 +85,7 @@ def test_the_stated_parameter_count_is_that_of_the_shapes(path: Path, load) -> N
     assert [int(number.replace(",", "")) for number in stated] == [parameters_by_hand(load(path))]
 
 
-@pytest.mark.parametrize("name", ["quickstart.yaml", "tests/tiny-decoder.yaml", "tests/tiny-encoder-decoder.yaml"])
+@pytest.mark.parametrize("name", TINY)
 def test_the_model_has_as_many_parameters_as_stated(name: str, load) -> None:
     config = load(ROOT / "configs" / name)
     model = build_model(config.model, config.loss, seed=config.seed)

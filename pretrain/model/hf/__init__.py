@@ -1,1 +1,1 @@
-"""Exchange with Hugging Face transformers: the decoder as a Llama or Qwen3 directory, both ways."""
+"""Exchange with Hugging Face transformers, both ways: enter through `directory`. One file per family of theirs."""

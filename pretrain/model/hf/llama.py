@@ -1,0 +1,109 @@
+"""The decoder <-> Llama (no QK norm) and Qwen3 (QK norm).
+
+Both keep rotary pairs half-split and group query heads the same way, so that no weight is permuted.
+Source: transformers' modeling_llama.py and modeling_qwen3.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.config.schema import DecoderConfig
+from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
+from pretrain.model.hf.weights import Weight
+from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
+
+_HEAD = "lm_head.weight"
+
+
+def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
+    family = "qwen3" if config.qk_norm else "llama"
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling, _head_width(config))
+    return options.common() | {
+        "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]],
+        "model_type": family,
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.feed_forward_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads or config.num_heads,
+        "head_dim": _head_width(config),
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope["rope_theta"],  # where transformers 4 reads it
+        "rope_parameters": rope,
+        "max_position_embeddings": options.max_length,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": config.init_std,
+    }
+
+
+def _from_config(body: Mapping[str, Any]) -> DecoderConfig:
+    family = body["model_type"]
+    rope = body.get("rope_parameters") or body.get("rope_scaling") or {}
+    refuse(body, {"attention_bias": (False, None), "mlp_bias": (False, None), "hidden_act": ("silu",)}, "decoder")
+    refuse(body, {"use_sliding_window": (False, None)}, "decoder")
+    require(body, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"))
+    return DecoderConfig(
+        vocabulary_size=body["vocab_size"],
+        width=body["hidden_size"],
+        feed_forward_width=body["intermediate_size"],
+        num_layers=body["num_hidden_layers"],
+        num_heads=body["num_attention_heads"],
+        num_kv_heads=body.get("num_key_value_heads"),
+        head_width=body.get("head_dim"),
+        qk_norm=family == "qwen3",
+        norm_eps=body.get("rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", body.get("rope_theta", 10000.0)),
+        rope_scaling=from_hf_rope(rope),
+        tied_embeddings=body.get("tie_word_embeddings", False),
+        init_std=body.get("initializer_range", 0.02),
+    )
+
+
+def _head_width(config: DecoderConfig) -> int:
+    return config.head_width or config.width // config.num_heads
+
+
+def _weights(config: DecoderConfig) -> list[Weight]:
+    """Every parameter; a tied output matrix is left out, as they do."""
+    width, hidden, vocabulary = config.width, config.feed_forward_width, config.vocabulary_size
+    head = _head_width(config)
+    queries, keys = config.num_heads * head, (config.num_kv_heads or config.num_heads) * head
+    weights = [
+        Weight.same("embedding.weight", "model.embed_tokens.weight", vocabulary, width),
+        Weight.same("norm.weight", "model.norm.weight", width),
+    ]
+    if not config.tied_embeddings:
+        weights.append(Weight.same("head.weight", _HEAD, vocabulary, width))
+    for index in range(config.num_layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        projections = [f"{attention}.{name}_proj.weight" for name in "qkv"]
+        gates = [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]
+        weights += [
+            Weight.same(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", width),
+            Weight.fused(f"{ours}.attention.qkv.weight", projections, (queries, keys, keys), width),
+            Weight.same(f"{ours}.attention.output.weight", f"{attention}.o_proj.weight", width, queries),
+            Weight.same(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", width),
+            Weight.fused(f"{ours}.mlp.gate_up.weight", gates, (hidden, hidden), width),
+            Weight.same(f"{ours}.mlp.down.weight", f"{mlp}.down_proj.weight", width, hidden),
+        ]
+        if config.qk_norm:
+            weights += [
+                Weight.same(f"{ours}.attention.{side}_norm.weight", f"{attention}.{side[0]}_norm.weight", head)
+                for side in ("query", "key")
+            ]
+    return weights
+
+
+def _before_import(state: State, config: DecoderConfig) -> State:
+    kept = without(state, *([_HEAD] if config.tied_embeddings else []))
+    return {name: tensor for name, tensor in kept.items() if not name.endswith("rotary_emb.inv_freq")}
+
+
+LLAMA = Exchange(_weights, _to_config, _from_config, before_import=_before_import)

@@ -1,0 +1,98 @@
+"""A family's weights under our names and under theirs, and the way from one to the other. PURE.
+
+Takes a state dict and a list of `Weight` -> the other state dict. Invariants: every tensor of the list is
+there, of its shape, and none is left over; a round trip gives equal tensors; nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pretrain.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One of our parameters.
+
+    Attributes:
+        ours: its name here.
+        theirs: its name there, or several whose rows together are ours.
+        shape: of ours.
+        rows: rows of each of theirs; they sum to shape[0].
+        transposed: theirs has inputs as rows (GPT-2's Conv1D).
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    transposed: bool = False
+
+    @classmethod
+    def same(cls, ours: str, theirs: str, *shape: int, transposed: bool = False) -> Weight:
+        """One of ours that is one of theirs."""
+        return cls(ours, (theirs,), shape, shape[:1], transposed)
+
+    @classmethod
+    def fused(cls, ours: str, theirs: Sequence[str], rows: Sequence[int], *columns: int) -> Weight:
+        """One of ours that is several of theirs, below each other."""
+        return cls(ours, tuple(theirs), (sum(rows), *columns), tuple(rows))
+
+    def their_shapes(self) -> list[tuple[int, ...]]:
+        shapes = [(rows, *self.shape[1:]) for rows in self.rows]
+        return [shape[::-1] for shape in shapes] if self.transposed else shapes
+
+
+def to_hf_state(state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, Tensor]:
+    """Their state dict, contiguous tensors, dtype kept.
+
+    Raises:
+        UserError: a parameter of the config is missing, unknown or of another shape.
+    """
+    _check(state, {weight.ours: weight.shape for weight in weights}, "the weights")
+    out: dict[str, Tensor] = {}
+    for weight in weights:
+        pieces = state[weight.ours].split(weight.rows) if len(weight.rows) > 1 else (state[weight.ours],)
+        for name, piece in zip(weight.theirs, pieces, strict=True):
+            out[name] = (piece.t() if weight.transposed else piece).contiguous()
+    return out
+
+
+def from_hf_state(hf_state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, Tensor]:
+    """Our state dict by the names of `named_parameters()` (a tied matrix once).
+
+    Raises:
+        UserError: a tensor is missing, unknown or of another shape.
+    """
+    expected = {
+        name: shape for weight in weights for name, shape in zip(weight.theirs, weight.their_shapes(), strict=True)
+    }
+    _check(hf_state, expected, "model.safetensors")
+    out: dict[str, Tensor] = {}
+    for weight in weights:
+        joined = torch.cat([hf_state[name] for name in weight.theirs]) if len(weight.theirs) > 1 else None
+        whole = hf_state[weight.theirs[0]] if joined is None else joined
+        out[weight.ours] = whole.t().contiguous() if weight.transposed else whole
+    return out
+
+
+def _check(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
+    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    problems = [f"lacks {name}" for name in expected if name not in found]
+    problems += [f"has unknown {name}" for name in found if name not in expected]
+    problems += [
+        f"has {name} of shape {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise UserError(
+            f"{where} {', '.join(problems[:3])}{more}. They must be those of the config. "
+            "Use the config that the weights were trained with."
+        )
