@@ -124,7 +124,8 @@ def _register_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     add_input_arguments(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="directory that will appear; must not exist")
-    parser.add_argument("--tokenizer", required=True, metavar="FILE", help="tokenizer.json, byte-level")
+    parser.add_argument("--tokenizer", required=True, metavar="FILE",
+                        help="tokenizer.json that loses no text, or the directory of one")  # fmt: skip
     parser.add_argument("--name", default="", help="name of the source (default: the directory's)")
     parser.add_argument("--block-tokens", type=int, default=65536, metavar="N",
                         help="tokens of a block (default 65536); sequence lengths must divide it")  # fmt: skip

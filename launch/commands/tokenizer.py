@@ -1,4 +1,4 @@
-"""`pretrain tokenizer train`: a byte-level BPE tokenizer from raw text."""
+"""`pretrain tokenizer train`: a byte-level tokenizer from raw text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from launch.commands.data import add_input_arguments, source_spec
 from pretrain.errors import ExitCode, UserError
 
 DESCRIPTION = """\
-Trains a byte-level BPE tokenizer on the same inputs that `pretrain data build` takes, duplicates left out. Ids 0, 1
-and 2 are <|endoftext|>, <|pad|> and <|start|>; text that spells them stays text.
+Trains a byte-level tokenizer (BPE, or Unigram with --kind unigram) on the same inputs that `pretrain data build`
+takes, duplicates left out. Ids 0, 1 and 2 are <|endoftext|>, <|pad|> and <|start|>; text that spells them stays text.
 
   pretrain tokenizer train books/ --out tokenizer.json --vocabulary-size 8192"""
 
@@ -25,13 +25,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     train_parser = actions.add_parser(
         "train",
-        help="train a byte-level BPE tokenizer on text",
+        help="train a byte-level tokenizer on text",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_input_arguments(train_parser)
     train_parser.add_argument("--out", required=True, metavar="FILE", help="tokenizer.json to write; must not exist")
     train_parser.add_argument("--vocabulary-size", type=int, required=True, metavar="V", help="ids, specials included")
+    train_parser.add_argument(
+        "--kind",
+        choices=("bpe", "unigram"),
+        default="bpe",
+        help="bpe (default: the same text gives the same file) or unigram (another one each time)",
+    )
     train_parser.add_argument("--json", action="store_true", help="print JSON")
     train_parser.set_defaults(handler="launch.commands.tokenizer:train")
 
@@ -44,7 +50,7 @@ def train(args: argparse.Namespace) -> int:
     """
     from pretrain.data.selection import selected_texts
     from pretrain.data.sources import ReadCounts
-    from pretrain.data.tokenizer import train_bpe
+    from pretrain.data.tokenizer import train as train_tokenizer
 
     if Path(args.out).exists():
         raise UserError(f"out={args.out} exists. Data built with it would no longer fit. Choose another --out.")
@@ -58,11 +64,12 @@ def train(args: argparse.Namespace) -> int:
             text_bytes += len(text.encode())
             yield text
 
-    tokenizer = train_bpe(counted(), args.vocabulary_size)
+    tokenizer = train_tokenizer(counted(), args.vocabulary_size, args.kind)
     tokenizer.save(args.out)
     seconds = time.monotonic() - started
     facts = {
         "path": args.out,
+        "kind": args.kind,
         "vocabulary_size": tokenizer.vocabulary_size,
         "sha256": tokenizer.sha256,
         "text_bytes": text_bytes,

@@ -47,7 +47,7 @@ def missing_files(sound: dict[str, Any]) -> list[str]:
     """Local files that sound sections name and that are not there; URLs are looked at when they are opened."""
     problems = []
     tokenizer, data = sound.get("tokenizer"), sound.get("data")
-    if tokenizer is not None and "://" not in tokenizer and not os.path.isfile(tokenizer):
+    if tokenizer is not None and "://" not in tokenizer and not _is_tokenizer(tokenizer):
         problems.append(
             f"tokenizer={tokenizer} does not exist. It must be a tokenizer.json. "
             "Correct the path or make one with pretrain tokenizer train."
@@ -56,6 +56,11 @@ def missing_files(sound: dict[str, Any]) -> list[str]:
         sources: dict[str, SourceConfig] = getattr(data, group, {})
         problems += [_missing_source(f"data.{group}.{name}.path", source) for name, source in sources.items()]
     return [problem for problem in problems if problem]
+
+
+def _is_tokenizer(path: str) -> bool:
+    """A tokenizer.json, or the directory of one."""
+    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "tokenizer.json"))
 
 
 def _missing_source(field: str, source: SourceConfig) -> str:

@@ -1,6 +1,7 @@
-"""A byte-level BPE tokenizer with its three special ids: text <-> ids.
+"""A tokenizer with its three special ids: text <-> ids.
 
-Takes a Hugging Face `tokenizer.json` (byte-level) or text to train one on -> gives ids as NumPy arrays.
+Takes a Hugging Face `tokenizer.json` (byte-level, or with byte fallback as Llama 2 has; BPE or Unigram), the
+directory of one, or text to train one on -> gives ids as NumPy arrays. One that loses text is refused.
 Invariants: text is only ever text: a document that spells `<|endoftext|>` is encoded as ordinary
 characters (the library would turn it into the special id); no truncation, no padding, no template;
 special ids are added by the builder. `sha256` is the hash of the file's bytes, and `save` writes them unchanged.
@@ -10,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -24,6 +26,10 @@ from pretrain.errors import DataError
 EOS_TOKEN, PAD_TOKEN, START_TOKEN = "<|endoftext|>", "<|pad|>", "<|start|>"
 SPECIAL_TOKENS = (EOS_TOKEN, PAD_TOKEN, START_TOKEN)
 MIN_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+FILE_NAME = "tokenizer.json"
+Kind = Literal["bpe", "unigram"]
+_SPACE = "\u2581"  # how tokenizers without byte level write a space
+_PROBE = "Größe naïve 日本語 😀 a\n\tb  c <0x41>"
 
 # Spellings in tokenizers of others, first match wins. A missing pad or start falls back to eos:
 # padding is known by its place, and T5-like decoders start from any fixed id.
@@ -39,7 +45,7 @@ class Tokenizer:
         """Parses the bytes of a tokenizer.json; `where` names it in messages.
 
         Raises:
-            DataError: not a tokenizer, not byte-level, or without an end-of-text token.
+            DataError: not a tokenizer, one that loses text, or one without an end-of-text token.
         """
         remedy = "Give a byte-level tokenizer.json, or train one with `pretrain tokenizer train`."
         try:
@@ -47,8 +53,10 @@ class Tokenizer:
             parts: dict[str, Any] = json.loads(serialised)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{where} is not a tokenizer ({error}). {remedy}") from None
-        if not _uses_byte_level(parts.get("decoder")):
+        spelling = _spelling(parts.get("decoder"))
+        if spelling is None:
             raise DataError(f"{where} is not byte-level, so the bytes of a token are unknown. {remedy}")
+        self._num_bytes = spelling
         self._serialised = serialised
         self._where = where
         self._encoder.no_truncation()
@@ -65,22 +73,25 @@ class Tokenizer:
         self.pad_id: int = eos_id if pad_id is None else pad_id
         self.start_id: int = eos_id if start_id is None else start_id
         self._check_that_text_stays_text()
+        if self.decode(self.encode_batch([_PROBE])[0]) != _PROBE:
+            raise DataError(f"{where} is not byte-level and loses text: it does not give back {_PROBE!r}. {remedy}")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Reads a tokenizer.json.
+        """Reads a tokenizer.json, or the one in a directory.
 
         Raises:
             DataError: the file is missing or no usable tokenizer.
         """
+        file = tokenizer_file(path)
         try:
-            serialised = Path(path).read_bytes()
+            serialised = file.read_bytes()
         except OSError as error:
             raise DataError(
-                f"tokenizer={path} cannot be read: {error.strerror}. "
+                f"tokenizer={file} cannot be read: {error.strerror}. "
                 "Give a tokenizer.json, or train one with `pretrain tokenizer train INPUT --out FILE`."
             ) from None
-        return cls(serialised, str(path))
+        return cls(serialised, str(file))
 
     def save(self, path: str | Path) -> None:
         """Writes the bytes that `sha256` is of, replacing the file at once."""
@@ -132,7 +143,7 @@ class Tokenizer:
         """int32 [V]: bytes of text that each id spells; 0 for special and unused ids."""
         lengths = np.zeros(self.vocabulary_size, dtype=np.int32)
         for token, index in self._encoder.get_vocab(with_added_tokens=False).items():
-            lengths[index] = len(token)  # byte-level: one character of the token's name per byte
+            lengths[index] = self._num_bytes(token)
         for index, added in self._encoder.get_added_tokens_decoder().items():
             lengths[index] = 0 if added.special else len(added.content.encode())
         return lengths
@@ -155,8 +166,19 @@ class Tokenizer:
             )
 
 
+def tokenizer_file(path: str | Path) -> Path:
+    """The file itself, also when its directory is named."""
+    return Path(path, FILE_NAME) if Path(path).is_dir() else Path(path)
+
+
 def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer; the same texts in the same order give the same file.
+    """`train` of kind bpe."""
+    return train(texts, vocabulary_size, "bpe")
+
+
+def train(texts: Iterable[str], vocabulary_size: int, kind: Kind) -> Tokenizer:
+    """Trains a byte-level tokenizer. The same texts give the same file for bpe; for unigram the library sums in no
+    fixed order, so that scores (and with them rare tokens) differ from training to training.
 
     Raises:
         DataError: `vocabulary_size` is below 259 (bytes + special tokens), or the text is too little for it.
@@ -166,15 +188,17 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
             f"vocabulary_size={vocabulary_size} is too small. 256 bytes and {len(SPECIAL_TOKENS)} special tokens need "
             f"{MIN_VOCABULARY}. Choose at least that, usually 8192 or more."
         )
-    tokenizer = tokenizers.Tokenizer(models.BPE())
+    options: dict[str, Any] = {
+        "vocab_size": vocabulary_size,
+        "special_tokens": list(SPECIAL_TOKENS),
+        "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "show_progress": False,
+    }
+    bpe = kind == "bpe"
+    tokenizer = tokenizers.Tokenizer(models.BPE() if bpe else models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(**options) if bpe else trainers.UnigramTrainer(**options)
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() < vocabulary_size:
         raise DataError(
@@ -184,9 +208,18 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     return Tokenizer(tokenizer.to_str(pretty=True).encode(), "the trained tokenizer")
 
 
-def _uses_byte_level(decoder: dict[str, Any] | None) -> bool:
-    if decoder is None:
-        return False
-    if decoder["type"] == "Sequence":
-        return any(_uses_byte_level(part) for part in decoder["decoders"])
-    return bool(decoder["type"] == "ByteLevel")
+def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], int] | None:
+    """How many bytes of text a token's name spells; None where the decoder does not say."""
+    parts = [] if decoder is None else _flat(decoder)
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return len  # one character of the name per byte
+    if "ByteFallback" not in kinds:
+        return None
+    return lambda token: 1 if re.fullmatch("<0x[0-9A-F]{2}>", token) else len(token.replace(_SPACE, " ").encode())
+
+
+def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [part for inner in decoder["decoders"] for part in _flat(inner)]

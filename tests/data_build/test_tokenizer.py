@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.tokenizer import SPECIAL_TOKENS, Tokenizer, train_bpe
+from pretrain.data.build import build
+from pretrain.data.tokenizer import SPECIAL_TOKENS, Tokenizer, train, train_bpe
 from pretrain.errors import DataError
+from tests.data_build.corpus import documents_in, text_options, write_jsonl
 
 
 def _changed(path: str, **parts: Any) -> bytes:
@@ -129,3 +131,95 @@ def test_text_that_is_not_utf_8_is_named_so(tokenizer: Tokenizer) -> None:
     for text in (b"a \xff b".decode(errors="surrogateescape"), "\ud800"):
         with pytest.raises(DataError, match="not UTF-8"):
             tokenizer.encode_batch(["good", text])
+
+
+def test_a_unigram_tokenizer_keeps_the_promises_of_a_bpe_one() -> None:
+    texts = Path(__file__).read_text().split("\n\n")
+    first = train(texts, 350, "unigram")
+    assert json.loads(first.to_bytes())["model"]["type"] == "Unigram"
+    assert (first.eos_id, first.pad_id, first.start_id, first.vocabulary_size) == (0, 1, 2, 350)
+    for text in (*texts[:3], "a<|endoftext|>b", "日本語 😀 \0 \r\n", " two  spaces "):
+        (ids,) = first.encode_batch([text])
+        assert not {0, 1, 2} & set(ids.tolist())
+        assert first.decode(ids) == text
+        assert first.byte_lengths()[ids].sum() == len(text.encode())
+    assert first.encode_flat(texts)[0].size < 0.8 * sum(map(len, texts))
+
+
+def _llama_like() -> bytes:
+    """The parts of Llama 2's tokenizer.json, with a small vocabulary."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"theabc",
+        "th",
+        "the",
+        "\u2581the",
+    ]
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [
+                {"id": i, "content": words[i], "single_word": False, "lstrip": False, "rstrip": False,
+                 "normalized": False, "special": True}
+                for i in range(3)
+            ],
+            "normalizer": {"type": "Sequence", "normalizers": [
+                {"type": "Prepend", "prepend": "\u2581"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+            ]},
+            "pre_tokenizer": None,
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+            },
+            "decoder": {"type": "Sequence", "decoders": [
+                {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+                {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ]},
+            "model": {
+                "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True,
+                "vocab": {word: i for i, word in enumerate(dict.fromkeys(words))},
+                "merges": ["t h", "th e", "\u2581 the"],
+            },
+        }
+    ).encode()  # fmt: skip
+
+
+def test_a_directory_of_a_tokenizer_with_byte_fallback_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(_llama_like())
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.eos_id, tokenizer.start_id) == (2, 1)
+    for text in ("the cat", "größe <s> </s>", "日本語\n"):
+        (ids,) = tokenizer.encode_batch([text])
+        assert not {0, 1, 2} & set(ids.tolist())
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.byte_lengths()[ids].sum() == len(f" {text}".encode())  # it puts a space before every text
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path / "empty")
+
+
+def test_a_tokenizer_that_loses_text_is_refused() -> None:
+    body = json.loads(_llama_like())
+    body["normalizer"]["normalizers"].insert(0, {"type": "Lowercase"})
+    with pytest.raises(DataError, match="loses text: it does not give back"):
+        Tokenizer(json.dumps(body).encode(), "lower.json")
+
+
+def test_every_document_ends_with_exactly_one_end_and_begins_with_no_template(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes(_llama_like())
+    texts = ["the a", "the b </s>", "<s> the c"]
+    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    build(text_options(tmp_path / "a.jsonl", tmp_path / "out", str(tokenizer)))
+    loaded = Tokenizer.load(tokenizer)
+    documents = documents_in(tmp_path / "out", loaded.eos_id)
+    assert sorted(loaded.decode(ids) for ids in documents) == sorted(texts)
+    assert not {0, 1, 2} & {token for ids in documents for token in ids}
