@@ -12,6 +12,7 @@ import math
 import re
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,6 +81,18 @@ class ValidationPoint:
     values: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A value that was computed, from what, when and for how long."""
+
+    value: Any
+    version: int
+    events: int
+    grows: bool
+    made_at: float
+    cost_s: float
+
+
 class RunReader:
     """See the module. Not for several threads at once.
 
@@ -104,8 +117,7 @@ class RunReader:
         self._partial: dict[str, bytes] = {}
         self._rows: dict[int, list[dict[str, Any]]] = {}
         self._last_seen: dict[int, float] = {}
-        self._ledger: tuple[int, float, Ledger] | None = None
-        self._attempts: tuple[int, list[Attempt]] | None = None
+        self._made: dict[str, _Made] = {}
 
     def refresh(self) -> None:
         """Reads what is new. Trouble of the storage or a damaged file ends in `problem`, not in an error."""
@@ -130,21 +142,33 @@ class RunReader:
         return self.status.state in LIVING
 
     def ledger(self) -> Ledger:
-        """Where the time went, up to now if the run lives; made anew at most as often as it is cheap."""
-        now = time.time()
-        if self._ledger is not None:
-            version, made_at, ledger = self._ledger
-            if now - made_at < 1.0 or (version == self.version and not self.living):
-                return ledger
-        ledger = make_ledger(self.events, self._rows, now=now if self.living else None, last_seen=self._last_seen)
-        self._ledger = (self.version, now, ledger)
-        return ledger
+        """Where the time went; up to now if the run lives."""
+
+        def make() -> Ledger:
+            now = time.time() if self.living else None
+            return make_ledger(self.events, self._rows, now=now, last_seen=self._last_seen)
+
+        return self._kept("ledger", make, grows=self.living)
 
     def attempts(self) -> list[Attempt]:
         """The attempts as the journal and the metrics tell them."""
-        if self._attempts is None or self._attempts[0] != self.version:
-            self._attempts = (self.version, list_attempts(self.events, self._rows, self._last_seen))
-        return self._attempts[1]
+        return self._kept("attempts", lambda: list_attempts(self.events, self._rows, self._last_seen), grows=False)
+
+    def _kept(self, name: str, make: Callable[[], Any], *, grows: bool) -> Any:
+        """A value made anew when something was read, but never for more than a tenth of the time.
+
+        What an event changed is made anew at once.
+        """
+        kept, now = self._made.get(name), time.monotonic()
+        if kept is not None:
+            old = kept.version != self.version or kept.grows != grows or (grows and now - kept.made_at > 1.0)
+            cheap = now - kept.made_at >= 10 * kept.cost_s
+            if not old or (not cheap and kept.events == len(self.events) and kept.grows == grows):
+                return kept.value
+        value = make()
+        cost_s = time.monotonic() - now
+        self._made[name] = _Made(value, self.version, len(self.events), grows, made_at=now + cost_s, cost_s=cost_s)
+        return value
 
     def last_value(self, name: str) -> float | None:
         """The last known value of a field, of the newest attempt that has one."""
@@ -208,5 +232,5 @@ class RunReader:
     def _forget_metrics(self) -> None:
         """A file became shorter: somebody replaced it, so everything is read again at the next look."""
         self._offsets, self._partial, self._rows = {}, {}, {}
-        self.columns, self.validations = {}, []
+        self.columns, self.validations, self._made = {}, [], {}
         self.version += 1

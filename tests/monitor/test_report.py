@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,29 @@ def test_a_bar_has_eighths() -> None:
         "▏",
         "████",
     )
+
+
+def test_what_costs_much_is_made_anew_seldom_but_an_event_is_seen_at_once(tmp_path: Path) -> None:
+    journal, records = calm()
+    run = write_run(tmp_path, "calm", journal.events, records)
+    reader = RunReader(run)
+    reader.refresh()
+    made: list[int] = []
+
+    def slow() -> int:
+        time.sleep(0.05)
+        made.append(len(made))
+        return made[-1]
+
+    def ask(*, grows: bool = False) -> int:
+        return int(reader._kept("slow", slow, grows=grows))
+
+    assert (ask(), ask()) == (0, 0)
+    reader.version += 1
+    assert ask() == 0  # 0.5 s have not passed
+    reader.events = reader.events[:-1]
+    assert (ask(), ask()) == (1, 1)
+    assert ask(grows=True) == 2  # the run came to life
+    reader.version += 1
+    time.sleep(0.55)
+    assert ask(grows=True) == 3
