@@ -173,6 +173,23 @@ def test_a_killed_trainer_is_replaced_at_once_and_ends_with_the_same_weights(tin
     whole.communicate()
 
 
+def test_the_same_ranks_under_ray_train_to_the_same_weights(tiny, tmp_path):
+    _train(2, tmp_path, tiny.decoder("name=plain"))
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.cli", "train", *tiny.decoder("name=ray")],
+        cwd=ROOT,
+        env={**os.environ, "PRETRAIN_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    plain, ray = steps_of(tmp_path / "plain"), steps_of(tmp_path / "ray")
+    assert list(ray) == list(range(1, 9))
+    assert [record["loss"] for record in ray.values()] == [record["loss"] for record in plain.values()]
+    assert _weights(tmp_path, "ray") == _weights(tmp_path, "plain")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
