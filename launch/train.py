@@ -81,7 +81,7 @@ def _train(run: RunDirectory, config: RunConfig, changes: list[ConfigChange], *,
     with (
         hold_run(run, changes, purpose="pretrain train", takeover=takeover, log=log) as lease,
         _Signals() as signals,
-        local_ray(cluster.num_ranks, cluster.device),
+        local_ray(cluster.num_ranks, cluster.device) as its_ray,
     ):
         from launch.agents.ray_nodes import RayNodes
 
@@ -100,7 +100,9 @@ def _train(run: RunDirectory, config: RunConfig, changes: list[ConfigChange], *,
             signals.ask(controller)
             outcome = controller.run()
             progress.show(run.next_attempt() - 1, last=True)
-    return report_end(run, outcome)
+    code = report_end(run, outcome)
+    its_ray.leave(code)
+    return code
 
 
 def print_changes(changes: list[ConfigChange]) -> None:

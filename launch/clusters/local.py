@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -34,8 +35,22 @@ _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no tensor goes through it
 _LONGEST_FOLDER = 42  # Ray's socket paths below it must stay under 108 bytes
 
 
+@dataclass(slots=True)
+class LocalRay:
+    """What became of it; `died`: its control service ended before it was told to."""
+
+    died: bool = False
+
+    def leave(self, exit_code: int) -> None:
+        """Ends this process at once if Ray died: its library crashes or waits for ever at a normal end (measured)."""
+        if self.died:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(exit_code)
+
+
 @contextmanager
-def local_ray(num_slots: int, device: str) -> Iterator[None]:
+def local_ray(num_slots: int, device: str) -> Iterator[LocalRay]:
     """Ray with `num_slots` CPUs (or the machine's GPUs for device=cuda), as long as the context lasts.
 
     Once per process, on its main thread and before anything imports ray: Ray reads the token mode at its
@@ -46,12 +61,15 @@ def local_ray(num_slots: int, device: str) -> Iterator[None]:
     """
     if "ray" in sys.modules:
         raise RuntimeError("ray was imported before local_ray could set its token mode")
-    folder = _make_folder()
+    folder, state = _make_folder(), LocalRay()
     os.environ.update(
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN=secrets.token_hex(32),
         RAY_USAGE_STATS_ENABLED="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        # A process that misses Ray's control service for a minute ends itself, this one with code 1 and no word
+        # (measured). The run needs that service only to get slots: without it, it trains on.
+        RAY_gcs_rpc_server_reconnect_timeout_s=str(30 * 86400),
     )
     os.environ.pop("RAY_ADDRESS", None)
     # A session of its own: what kills the terminal's processes must not kill the one that cleans up.
@@ -59,9 +77,9 @@ def local_ray(num_slots: int, device: str) -> Iterator[None]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, cwd="/") as process:
         try:
             _start(folder, num_slots, device)
-            yield
+            yield state
         finally:
-            _stop(folder)
+            state.died = not _stop(folder)
             process.communicate(b"done")
 
 
@@ -110,19 +128,28 @@ def _only_needed_processes() -> Iterator[None]:
         parameter.RayParams = original
 
 
-def _stop(folder: Path) -> None:
-    """Ends Ray and waits until its processes are gone: they write into the folder to their end."""
+def _stop(folder: Path) -> bool:
+    """Ends Ray and waits until its processes, which write into the folder, are gone; False if it had died before."""
     import ray
 
     mine = psutil.Process().children(recursive=True)
     started = [process for process in mine if not _is_guard(process)]
-    ray.shutdown()
+    lives = not ray.is_initialized() or any(_is_control_service(process) for process in started)
+    if lives:
+        ray.shutdown()
     _, left = psutil.wait_procs(started, timeout=5.0)
     for process in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, timeout=5.0)
     shutil.rmtree(folder, ignore_errors=True)
+    return lives
+
+
+def _is_control_service(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.name().startswith("gcs_server") and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _is_guard(process: psutil.Process) -> bool:

@@ -21,6 +21,7 @@ from launch.controller.hub import Hub
 from launch.controller.state import Beat, RankExit
 
 AGENT_START_S = 60.0  # from the order for slots to the agent's first word
+RELEASE_WITHIN_S = 5.0  # longest wait at the end for a Ray that may be dead itself
 LOST_NODE_REST_S = 20.0  # Ray declares a killed node dead after 13 s (measured)
 
 
@@ -153,8 +154,14 @@ class Crew:
         self._closed.set()
         self._tell_all({"kind": "bye"})
         self._hub.close()
-        for agent in self._agents.values():
-            self._nodes.release(agent.node)
+        releases = [
+            threading.Thread(target=self._nodes.release, args=(agent.node,), name="release", daemon=True)
+            for agent in self._agents.values()
+        ]
+        for release in releases:
+            release.start()
+        for release in releases:
+            release.join(RELEASE_WITHIN_S)
         self._agents.clear()
 
     def look(self, timeout_s: float) -> News:

@@ -110,3 +110,21 @@ def test_a_killed_train_leaves_nothing_and_resume_says_what_changed_and_complete
     again = run_cli(home, "resume", "run")
     assert again.returncode == 0
     assert "nothing to do" in again.stdout
+
+
+def test_a_run_goes_on_and_ends_well_when_the_control_service_of_its_ray_dies(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    crash = {"attempt": 1, "rank": 1, "step": 60, "do": "signal:9"}
+    config = write_config(tmp_path, "run", fake={"steps": 90, "step_s": 0.05, "faults": [crash]})
+    with start_cli(home, "train", str(config)) as train:
+        wait_for(lambda: (home / "run" / "run.yaml").exists() and committed(home, "run"), train)
+        started = psutil.Process(train.pid).children(recursive=True)
+        (service,) = [process for process in started if process.name().startswith("gcs_server")]
+        service.kill()
+        out, err = train.communicate(timeout=START_S)
+    assert train.returncode == 0, err
+    assert "signal 9" in err  # the ranks were started again without asking Ray for slots
+    assert "completed at step 90" in out
+    _, alive = psutil.wait_procs(started, timeout=10.0)
+    assert alive == []
+    assert ray_folders(train.pid) == []
