@@ -19,7 +19,7 @@ import torch
 from benchmarks.bare_loop import Shape
 from benchmarks.result import Result, interleave, median, median_ratio, timed
 from benchmarks.step import build_engine, dense_batch, run_config
-from pretrain.checkpoint import save
+from pretrain.checkpoint import prepare_copy, save
 from pretrain.engine.distributed import start_process_group, stop_process_group
 from pretrain.engine.engine import Engine
 from pretrain.store import open_store
@@ -40,6 +40,9 @@ class Saver:
             for tensor in fragment.tensors.values()
         )
         self.seconds_to_disk: list[float] = []
+        thread = prepare_copy(engine)  # as a run does, long before its first save
+        if thread:
+            thread.join()
         self._source = np.ones(self.state_bytes // 4, dtype=np.float32)
         self._target = np.empty_like(self._source)
         self._target[:] = 0

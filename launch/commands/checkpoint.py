@@ -1,4 +1,4 @@
-"""`pretrain checkpoint list|verify|diff`: what a run has saved, whether it is whole, what differs."""
+"""`pretrain checkpoint list|verify|diff|pin|unpin`: what a run has saved, whether it is whole, what is kept."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
-        help="list, verify and compare checkpoints",
-        description="Looks at the checkpoints of a run. Only reads; needs no cluster.",
+        help="list, verify, compare and pin checkpoints",
+        description="Looks at the checkpoints of a run, and says which are kept. Needs no cluster.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     run_help = "path or URL of a run, or its name under PRETRAIN_HOME"
@@ -51,6 +51,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(handler="launch.commands.checkpoint:diff")
 
+    for action, what in (("pin", "keep a checkpoint for good"), ("unpin", "let retention decide about it again")):
+        parser = actions.add_parser(
+            action,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}. The newest good checkpoint is kept in any case.",
+        )
+        parser.add_argument("run", metavar="RUN", help=run_help)
+        parser.add_argument("checkpoint", metavar="CHECKPOINT", help="name of one, as list shows it")
+        parser.set_defaults(handler=f"launch.commands.checkpoint:{action}")
+
 
 def list_(args: argparse.Namespace) -> int:
     from launch.tables import print_rows
@@ -63,7 +73,7 @@ def list_(args: argparse.Namespace) -> int:
         return ExitCode.DONE
     if not args.json:
         for row in found:
-            row["state"] = row["problem"] or "whole"
+            row["state"] = row["problem"] or ("whole, pinned" if row["pinned"] else "whole")
             row["MB"] = None if row["bytes"] is None else round(row["bytes"] / 1e6, 1)
     print_rows(("name", "step", "attempt", "ranks", "MB", "state"), found, as_json=args.json)
     return ExitCode.DONE
@@ -91,6 +101,24 @@ def verify(args: argparse.Namespace) -> int:
             row["result"] = "; ".join(row["problems"]) or "every byte as written"
     print_rows(("name", "result"), rows, as_json=args.json)
     return ExitCode.DONE if all(row["good"] for row in rows) else ExitCode.USER_ERROR
+
+
+def pin(args: argparse.Namespace) -> int:
+    from pretrain.checkpoint import pin as keep
+    from pretrain.rundir import RunDirectory
+
+    keep(RunDirectory.locate(args.run).checkpoints, args.checkpoint)
+    print(f"{args.checkpoint} is kept until pretrain checkpoint unpin {args.run} {args.checkpoint}")
+    return ExitCode.DONE
+
+
+def unpin(args: argparse.Namespace) -> int:
+    from pretrain.checkpoint import unpin as let_go
+    from pretrain.rundir import RunDirectory
+
+    was_pinned = let_go(RunDirectory.locate(args.run).checkpoints, args.checkpoint)
+    print(f"{args.checkpoint} {'is no longer pinned' if was_pinned else 'was not pinned'}")
+    return ExitCode.DONE
 
 
 def diff(args: argparse.Namespace) -> int:

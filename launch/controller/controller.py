@@ -44,7 +44,7 @@ LEASE_EVERY_S = 1.0
 JOURNAL_WITHIN_S = 30.0  # longest wait at the end for a store that takes no journal events
 
 # Events of a rank's heartbeat pipe that belong into the journal.
-RANK_EVENTS = {"restored": EventKind.RESTORED, "committed": EventKind.COMMITTED}
+RANK_EVENTS = {"restored": EventKind.RESTORED, "committed": EventKind.COMMITTED, "save_failed": EventKind.SAVE_FAILED}
 
 
 class Workers(Protocol):

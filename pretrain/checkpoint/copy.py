@@ -1,11 +1,15 @@
 """A rank's state in host memory, laid out as the bytes of its file: the only part of a save that a loop waits for.
 
 takes -> fragments of the engine; gives -> a HostCopy, written as it lies. Its memory is used again by
-the next save of the same engine; a save that overlaps with another one gets memory of its own.
+the next save of the same engine; a save that overlaps with another one gets memory of its own. Fresh
+memory costs a loop three times the copy (2.4 s for 0.8 s of 618 MB, measured): the kernel finds and
+clears each page at its first touch. So the first buffer is made and touched ahead of the first save.
+Large pages (madvise) were no faster to touch here: 0.39 s of CPU against 0.27 s.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -48,6 +52,31 @@ class HostCopy:
         view = memoryview(self.data[: self.used].numpy())
         for start in range(0, self.used, CHUNK_BYTES):
             yield view[start : start + CHUNK_BYTES]
+
+
+def prepare_copy(engine: Stateful) -> threading.Thread | None:
+    """Makes the buffer of the first save in a thread and touches every page of it, while training goes on.
+
+    Before its first step an optimizer has no state; it will have as many elements as the weights.
+
+    Returns:
+        the thread, or None when there is nothing to make.
+    """
+    idle, fragments = idle_copies(engine), engine.fragments()
+    if idle or not fragments:
+        return None
+    keys = 1 + len(engine.optimizer_spec().element_keys)
+    size = keys * sum(f.tensors[MASTER].numel() * f.tensors[MASTER].element_size() for f in fragments)
+    pin = fragments[0].tensors[MASTER].is_cuda
+
+    def make() -> None:
+        copy = HostCopy(data=torch.empty(size, dtype=torch.uint8, pin_memory=pin).zero_())
+        if not idle:  # a save may have been quicker
+            idle.append(copy)
+
+    thread = threading.Thread(target=make, name="first save's buffer", daemon=True)
+    thread.start()
+    return thread
 
 
 _idle_copies: WeakKeyDictionary[Stateful, list[HostCopy]] = WeakKeyDictionary()

@@ -6,11 +6,13 @@ no engine, no process group.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from pretrain.checkpoint.files import content_problem, read_manifest, size_problem
 from pretrain.checkpoint.format import Manifest, parse_name
+from pretrain.checkpoint.holds import is_pinned, reading
 from pretrain.errors import CheckpointError
 from pretrain.store import NotFoundError, Store
 
@@ -21,6 +23,8 @@ class CheckpointInfo:
 
     Attributes:
         problem: why it does not count; None when its manifest is whole and all sizes match.
+        pinned: kept until it is unpinned.
+        validation: metrics measured at its step, by source; empty when none were.
     """
 
     UNFINISHED: ClassVar[str] = "no manifest: it was never published"
@@ -31,6 +35,13 @@ class CheckpointInfo:
     ranks: int | None
     bytes: int | None
     problem: str | None
+    pinned: bool = False
+    validation: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def metric(self, source: str, metric: str) -> float | None:
+        """A validation metric at its step; None where it was not measured or is no number."""
+        value = self.validation.get(source, {}).get(metric)
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,16 +70,26 @@ def verify_checkpoint(store: Store, name: str) -> list[str]:
     manifest = _manifest(store, name)
     if isinstance(manifest, str):
         return [manifest]
-    return [problem for file in manifest.files if (problem := content_problem(store, name, file))]
+    with reading(store, name, "verify"):
+        return [problem for file in manifest.files if (problem := content_problem(store, name, file))]
 
 
 def _inspect(store: Store, name: str, attempt: int, step: int) -> CheckpointInfo:
     manifest = _manifest(store, name)
     if isinstance(manifest, str):
-        return CheckpointInfo(name, step, attempt, None, None, manifest)
+        return CheckpointInfo(name, step, attempt, None, None, manifest, is_pinned(store, name))
     problems = [problem for file in manifest.files if (problem := size_problem(store, name, file))]
     ranks = manifest.origin.get("ranks")
-    return CheckpointInfo(name, step, attempt, ranks, manifest.total_bytes, "; ".join(problems) or None)
+    return CheckpointInfo(
+        name,
+        step,
+        attempt,
+        ranks,
+        manifest.total_bytes,
+        "; ".join(problems) or None,
+        is_pinned(store, name),
+        manifest.origin.get("validation", {}),
+    )
 
 
 def _manifest(store: Store, name: str) -> Manifest | str:

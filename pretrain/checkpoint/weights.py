@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from pretrain.checkpoint.files import CheckpointFiles, read_manifest
 from pretrain.checkpoint.format import Manifest
+from pretrain.checkpoint.holds import reading
 from pretrain.checkpoint.listing import list_checkpoints, verify_checkpoint
 from pretrain.engine.state import MASTER
 from pretrain.errors import CheckpointError
@@ -58,8 +60,7 @@ def read_weights(store: Store, name: str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the checkpoint is absent or damaged.
     """
-    manifest = _verified(store, name)
-    with CheckpointFiles(store.child(name), manifest) as files:
+    with open_verified(store, name, "read weights") as (manifest, files):
         return {parameter: _whole(files, manifest, parameter, MASTER) for parameter in manifest.parameters}
 
 
@@ -69,9 +70,8 @@ def weights_sha256(store: Store, name: str) -> str:
     Raises:
         CheckpointError: the checkpoint is absent or damaged.
     """
-    manifest = _verified(store, name)
     digest = hashlib.sha256()
-    with CheckpointFiles(store.child(name), manifest) as files:
+    with open_verified(store, name) as (manifest, files):
         for parameter in sorted(manifest.parameters):
             digest.update(f"{parameter} {list(manifest.parameters[parameter])}\n".encode())
             digest.update(memoryview(_whole(files, manifest, parameter, MASTER).view(-1).numpy()).cast("B"))
@@ -84,13 +84,25 @@ def diff_checkpoints(store_a: Store, name_a: str, store_b: Store, name_b: str) -
     Raises:
         CheckpointError: one of them is absent or damaged.
     """
-    a, b = _verified(store_a, name_a), _verified(store_b, name_b)
-    with CheckpointFiles(store_a.child(name_a), a) as files_a, CheckpointFiles(store_b.child(name_b), b) as files_b:
+    with open_verified(store_a, name_a) as (a, files_a), open_verified(store_b, name_b) as (b, files_b):
         return [
             _compare(files_a, a, files_b, b, parameter, key)
             for parameter in {**a.parameters, **b.parameters}
             for key in dict.fromkeys((*_keys(a), *_keys(b)))
         ]
+
+
+@contextmanager
+def open_verified(store: Store, name: str, purpose: str = "read") -> Iterator[tuple[Manifest, CheckpointFiles]]:
+    """A checkpoint whose every byte was found as written; it is not deleted while it is open.
+
+    Raises:
+        CheckpointError: the checkpoint is absent or damaged.
+    """
+    with reading(store, name, purpose):
+        manifest = _verified(store, name)
+        with CheckpointFiles(store.child(name), manifest) as files:
+            yield manifest, files
 
 
 def _compare(

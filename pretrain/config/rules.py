@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from pretrain.config.schema import (
         AnyModelConfig,
         BatchConfig,
+        CheckpointConfig,
         ClusterConfig,
         DataConfig,
         EvalConfig,
@@ -188,6 +189,25 @@ def _health_rules(health: HealthConfig) -> list[str]:
     ]
 
 
+def _checkpoint_rules(checkpoint: CheckpointConfig, evaluation: EvalConfig, data: DataConfig) -> list[str]:
+    best, problems = checkpoint.keep_best, []
+    if best is None:
+        return []
+    if best.source not in data.validation:
+        names = ", ".join(data.validation) or "none"
+        problems.append(
+            f"checkpoint.keep_best.source={best.source} is not a validation source ({names}). "
+            "The best are chosen by what is measured on held-out rows. Name one of data.validation."
+        )
+    if evaluation.every_steps is None or checkpoint.every_steps % evaluation.every_steps:
+        problems.append(
+            f"checkpoint.every_steps={checkpoint.every_steps} with eval.every_steps={evaluation.every_steps} leaves "
+            "checkpoints without a metric for checkpoint.keep_best. A checkpoint's metric is that of its own step. "
+            "Make checkpoint.every_steps a multiple of eval.every_steps."
+        )
+    return problems
+
+
 def _cluster_rules(cluster: ClusterConfig) -> list[str]:
     if cluster.min_ranks is None or cluster.min_ranks <= cluster.num_ranks:
         return []
@@ -208,5 +228,6 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("model",), _rope_rules),
     (("schedule",), _schedule_rules),
     (("health",), _health_rules),
+    (("checkpoint", "eval", "data"), _checkpoint_rules),
     (("cluster",), _cluster_rules),
 )

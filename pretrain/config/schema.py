@@ -346,11 +346,36 @@ class EngineConfig(Section):
     overlap_communication: Flag = setting("reduce while the backward pass runs (CUDA)", resume="logged", default=False)
 
 
+class KeepBestConfig(Section):
+    """Which checkpoints count as the best; metrics are measured by the validation of the same step."""
+
+    source: Text = setting("validation source", resume="free")
+    metric: Literal["loss", "bits_per_byte"] = setting("what is compared; smaller is better", resume="free")
+    count: PositiveInt = setting("how many are kept", resume="free", default=1)
+
+
 class CheckpointConfig(Section):
     """When the state is saved and what is kept. The last good checkpoint is never deleted."""
 
     every_steps: PositiveInt = setting("steps between durable checkpoints", resume="free")
+    every_minutes: PositiveReal | None = setting(
+        "minutes between durable checkpoints, by the clock of rank 0, where that is sooner than every_steps; "
+        "none means by steps only",
+        resume="free",
+        default=None,
+    )
+    max_save_failures: Count = setting(
+        "durable saves in a row that may fail before the run ends; each is told, and the next one tries again",
+        resume="free",
+        default=3,
+    )
     keep_last: PositiveInt = setting("newest checkpoints that are kept", resume="free", default=2)
+    keep_every_steps: PositiveInt | None = setting(
+        "checkpoints of a step that is a multiple of this are kept for good", resume="free", default=None
+    )
+    keep_best: KeepBestConfig | None = setting(
+        "the best by a validation metric are kept as well", resume="free", default=None
+    )
     ram_every_steps: PositiveInt | None = setting(
         "steps between copies in the memory of the nodes, which outlive the processes but not the node; "
         "two copies are kept; none means no copies in memory",

@@ -31,6 +31,7 @@ class EventKind(StrEnum):
     RANKS_STARTED = "ranks_started"  # attempt, processes: identities with rank
     RESTORED = "restored"  # attempt, checkpoint, step
     COMMITTED = "committed"  # attempt, step, checkpoint
+    SAVE_FAILED = "save_failed"  # attempt, step, checkpoint, message
     FAULT = "fault"  # attempt, cause, rank, exit_code, message
     ATTEMPT_ENDED = "attempt_ended"  # attempt, outcome
     TAKEOVER = "takeover"

@@ -110,6 +110,7 @@ class Training:
 
         totals = validate(self.engine, self.validation, self.place.device, beat)
         losses = {name: part.to_record() for name, part in totals.items()}
+        self.saver.note_validation(state.step, losses)
         for sink in self.sinks:
             sink.write(
                 {

@@ -35,6 +35,7 @@ class Agreement:
         masked_rows: rows without labels because their block is corrupt.
         newly_corrupt: blocks found corrupt by this read; above 0 the step must be read again.
         stop: the strongest wish of any rank.
+        save_due: rank 0's clock wants a durable save after this step.
     """
 
     target_tokens: int
@@ -42,6 +43,7 @@ class Agreement:
     masked_rows: int
     newly_corrupt: int
     stop: StopReason
+    save_due: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def train(training: Training) -> ExitCode:
         if _due(state.step, config.eval.every_steps) or (last and config.eval.every_steps):
             with training.throughput.excluded():
                 training.validate(state)
-        if _due(state.step, config.checkpoint.every_steps) and not last:
+        if (agreed.save_due or _due(state.step, config.checkpoint.every_steps)) and not last:
             with training.throughput.excluded():
                 heartbeat.phase("save", state.step, collective=True)
                 training.save(state)
@@ -111,7 +113,7 @@ def _read_step(training: Training, state: TrainingState) -> tuple[TrainingState,
         heartbeat.phase("data", state.step)
         data = loader.read(state.step, state.data)
         heartbeat.phase("step", state.step, collective=True)
-        agreed = agree(data, training.place.stop.reason)
+        agreed = agree(data, training.place.stop.reason, save_due=training.saver.time_is_up)
         if not agreed.newly_corrupt:
             return state, data, agreed
         # Only the rank that read a block knows that it is bad: all take it into their state and read again.
@@ -120,9 +122,9 @@ def _read_step(training: Training, state: TrainingState) -> tuple[TrainingState,
         training.place.log.warning("corrupt blocks are masked from here on", blocks=sorted(found), step=state.step)
 
 
-def agree(data: StepData, wish: StopReason) -> Agreement:
+def agree(data: StepData, wish: StopReason, *, save_due: bool = False) -> Agreement:
     """The step's early all-reduce; a collective."""
-    tokens, digest, masked_rows, corrupt, interrupts, stops = all_reduce_sums(
+    tokens, digest, masked_rows, corrupt, interrupts, stops, due = all_reduce_sums(
         [
             data.target_tokens,
             data.digest,
@@ -130,10 +132,11 @@ def agree(data: StepData, wish: StopReason) -> Agreement:
             len(data.corrupt),
             int(wish is StopReason.INTERRUPT),
             int(wish is StopReason.STOP),
+            int(save_due),
         ]
     )
     stop = StopReason.STOP if stops else StopReason.INTERRUPT if interrupts else StopReason.NONE
-    return Agreement(int(tokens), sum_digests([int(digest)]), int(masked_rows), int(corrupt), stop)
+    return Agreement(int(tokens), sum_digests([int(digest)]), int(masked_rows), int(corrupt), stop, bool(due))
 
 
 def _optimize(
@@ -196,7 +199,4 @@ def _end_early(training: Training, state: TrainingState, reason: StopReason) -> 
 def _save_for_good(training: Training, state: TrainingState) -> None:
     """Saves the last state unless that very step is saved already, and waits until it is published."""
     training.place.heartbeat.phase("save", state.step, collective=True)
-    if training.saver.saved_step != state.step:
-        training.save(state)
-    training.saver.finish()
-    training.saver.give_memory_back()
+    training.saver.save_for_good(state)

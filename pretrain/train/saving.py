@@ -1,23 +1,30 @@
 """Checkpoints as the loop sees them: restore once, save at boundaries, notice when a save is done or failed.
 
-takes → engine and TrainingState; gives → the state to go on from. At most one save is in flight; its
-error surfaces at the next call here. Only rank 0 prunes and reports, after the manifest is published.
+takes → engine and TrainingState; gives → the state to go on from. At most one durable save is in flight.
+A save that fails on any rank is told to all before the next one, which is the retry; after
+`checkpoint.max_save_failures` in a row the run ends. Only rank 0 prunes and reports, after the
+manifest is published.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from pretrain.checkpoint import Restored, SaveHandle, prune, restore, save
+from pretrain.checkpoint import Best, Restored, Retention, SaveHandle, prepare_copy, prune, restore, save
 from pretrain.config.schema import CheckpointConfig
+from pretrain.engine.distributed import gather_texts
 from pretrain.engine.engine import Engine
+from pretrain.errors import StoreError
 from pretrain.log import Log
 from pretrain.store import Store
 from pretrain.topology import World
 from pretrain.train.memory import MemorySaver
 from pretrain.train.reporter import Reporter
 from pretrain.train.state import TrainingState
+
+_RETRY_S = 1.0  # between two tries to save the last state of a run
 
 
 class Saver:
@@ -52,7 +59,12 @@ class Saver:
         self._guard, self._beat = guard, beat
         self._reporter, self._log = reporter, log
         self._memory = memory
-        self._pending: tuple[SaveHandle, int] | None = None
+        self._handle: SaveHandle | None = None
+        self._unsettled = ""  # name of the save whose end the ranks have not told each other yet
+        self._problem = ""  # why it failed on this rank
+        self._failures = 0
+        self._saved_at = time.monotonic()
+        self._validation: tuple[int, Mapping[str, Mapping[str, Any]]] = (-1, {})
         self.saved_step: int | None = None
 
     def restore(self) -> TrainingState | None:
@@ -63,6 +75,8 @@ class Saver:
         """
         restored: Restored | None = restore(self._checkpoints, self._engine, self._world, memory=self._memory.tier)
         self._memory.note(restored)
+        prepare_copy(self._engine)
+        self._saved_at = time.monotonic()
         if restored is None:
             return None
         for name, why in restored.skipped:
@@ -73,13 +87,24 @@ class Saver:
         self.saved_step = None if restored.from_memory else restored.step
         return TrainingState.from_json(restored.training_state)
 
+    @property
+    def time_is_up(self) -> bool:
+        """Whether `checkpoint.every_minutes` have passed since the last durable save began. Rank 0 decides."""
+        minutes = self._config.every_minutes
+        return self._world.is_main and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def note_validation(self, step: int, losses: Mapping[str, Mapping[str, Any]]) -> None:
+        """Metrics by source, kept with the checkpoint of the same step."""
+        self._validation = (step, losses)
+
     def save(self, state: TrainingState) -> float:
         """Begins to save; gives the seconds that the caller stood still. A collective.
 
         Raises:
-            StoreError: this save or the one before could not be written.
+            StoreError: too many saves in a row failed.
         """
-        self.finish()
+        self.settle()
+        step, losses = self._validation
         handle = save(
             self._checkpoints,
             self._engine,
@@ -88,40 +113,83 @@ class Saver:
             training_state=state.to_json(),
             world=self._world,
             guard=self._guard,
+            origin={"validation": losses} if step == state.step else None,
         )
-        self.saved_step = state.step
-        self._pending = (handle, state.step)
+        self.saved_step, self._unsettled = state.step, handle.name
+        self._handle, self._saved_at = handle, time.monotonic()
         self.poll()
         return handle.stall_s
+
+    def save_for_good(self, state: TrainingState) -> None:
+        """Saves the last state of a run, unless that very step is durable already, and gives memory back. A collective.
+
+        Raises:
+            StoreError: too many saves in a row failed.
+        """
+        self.settle()
+        while self.saved_step != state.step:
+            if self._failures:
+                time.sleep(_RETRY_S)
+            self.save(state)
+            self.settle()
+        self._memory.discard()
 
     def copy_to_memory(self, state: TrainingState) -> float:
         """Begins a copy into the memory tier; gives the seconds that the caller stood still. A collective."""
         self.poll()
         return self._memory.save(state)
 
-    def give_memory_back(self) -> None:
-        """After the last state is durable: the copies in memory are of no use any more. A collective."""
-        self._memory.discard()
-
     def poll(self) -> None:
-        """Takes note of a save that has ended; never waits. Raises its error."""
-        if self._pending and self._pending[0].done:
-            self.finish()
+        """Takes note of a save that has ended on this rank; never waits. Raises FencedError."""
+        if self._handle is not None and self._handle.done:
+            self._conclude(self._handle)
 
-    def finish(self) -> None:
-        """Waits until the save in flight is published. Raises its error."""
-        if self._pending is None:
+    def settle(self) -> None:
+        """Waits for the save in flight; all ranks learn how it ended. A collective.
+
+        Raises:
+            StoreError: it failed, and so did too many before it.
+            FencedError: a newer attempt has the run.
+        """
+        if not self._unsettled:
             return
-        handle, step = self._pending
-        self._pending = None
-        self._watch(handle)
-        handle.wait()
+        if self._handle is not None:
+            self._watch(self._handle)
+            self._conclude(self._handle)
+        problems = sorted({text for text in gather_texts(self._problem) if text})
+        name, self._unsettled, self._problem = self._unsettled, "", ""
+        if not problems:
+            self._failures = 0
+            return
+        step, self.saved_step = self.saved_step, None
+        self._failures += 1
+        why = "; ".join(problems)
+        self._reporter.event("save_failed", attempt=self._attempt, step=step, checkpoint=name, message=why)
+        limit = self._config.max_save_failures
+        if self._failures > limit:
+            raise StoreError(
+                f"{self._failures} saves in a row failed, the last one of {name}: {why} "
+                f"checkpoint.max_save_failures={limit} allows no more. Mend the storage and resume the run."
+            )
+        self._log.error("not saved; the next save tries again", checkpoint=name, failures=self._failures, why=why)
+
+    def _conclude(self, handle: SaveHandle) -> None:
+        """Takes a finished save's result on this rank; rank 0 reports and prunes."""
+        self._handle = None
+        try:
+            handle.wait()
+        except StoreError as error:
+            self._problem = str(error)
+            return
         if not self._world.is_main:
             return
-        self._log.info("saved", checkpoint=handle.name, step=step)
-        self._reporter.event("committed", attempt=self._attempt, step=step, checkpoint=handle.name)
-        for name in prune(self._checkpoints, self._config.keep_last, self._guard):
-            self._log.info("pruned", checkpoint=name)
+        self._log.info("saved", checkpoint=handle.name, step=self.saved_step)
+        self._reporter.event("committed", attempt=self._attempt, step=self.saved_step, checkpoint=handle.name)
+        try:
+            for name in prune(self._checkpoints, _retention(self._config), self._guard):
+                self._log.info("pruned", checkpoint=name)
+        except StoreError as error:  # what should have gone stays: nothing is lost but space
+            self._log.warning("old checkpoints could not be pruned", why=error)
 
     def _watch(self, handle: SaveHandle) -> None:
         """Waits, with a sign of life for each bit of progress: a large save is slow, a stuck one is silent."""
@@ -131,3 +199,8 @@ class Saver:
             if handle.progress != seen:
                 seen = handle.progress
                 self._beat()
+
+
+def _retention(config: CheckpointConfig) -> Retention:
+    best = config.keep_best and Best(config.keep_best.source, config.keep_best.metric, config.keep_best.count)
+    return Retention(config.keep_last, config.keep_every_steps, best or None)

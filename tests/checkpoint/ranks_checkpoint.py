@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint import list_checkpoints, prune, restore, save, weights_sha256
+from pretrain.checkpoint import Retention, list_checkpoints, prune, restore, save, weights_sha256
 from pretrain.engine.distributed import barrier, vote
 from pretrain.engine.engine import Engine
 from pretrain.errors import FencedError, PretrainError, StoreError
@@ -325,7 +325,7 @@ def fenced(world: World, folder: str) -> dict[str, Any]:
     names = store.names("step-00000001-a001")
     saved(engine, store, world, 2)
     saved(engine, store, world, 3)
-    pruned = _message(lambda: prune(store, 1, refuse))
+    pruned = _message(lambda: prune(store, Retention(1), refuse))
     kept = [info.name for info in list_checkpoints(store)]
     engine.close()
     return {"message": message, "names": names, "pruned": pruned, "kept": kept}
@@ -373,7 +373,7 @@ def restart_after_kill(world: World, folder: str) -> dict[str, Any]:
     assert found is not None
     train(engine, config, world, 1, 2)
     saved(engine, store, world, 2, attempt=2)
-    pruned = prune(store, 1, nothing) if world.is_main else []
+    pruned = prune(store, Retention(1), nothing) if world.is_main else []
     barrier()
     left = [info.name for info in list_checkpoints(store)]
     engine.close()

@@ -12,15 +12,18 @@ import torch
 
 from pretrain.checkpoint import (
     CheckpointInfo,
+    Retention,
     diff_checkpoints,
     list_checkpoints,
     newest_checkpoint,
+    prepare_copy,
     prune,
     read_weights,
     save,
     verify_checkpoint,
     weights_sha256,
 )
+from pretrain.checkpoint.copy import idle_copies
 from pretrain.checkpoint.files import read_manifest
 from pretrain.checkpoint.format import FileEntry, Manifest, checkpoint_name, parse_name
 from pretrain.checkpoint.retention import disposable
@@ -87,6 +90,19 @@ def test_other_tools_read_the_files(tmp_path: Path) -> None:
         assert set(file.keys()) == {f"{key}|{p}" for key in (MASTER, "exp_avg", "exp_avg_sq") for p in SHAPES}
         assert torch.equal(file.get_tensor("master|b"), torch.arange(5.0) + 100)
         assert torch.equal(file.get_tensor("exp_avg|a"), -(torch.arange(8.0) + 200))
+
+
+def test_the_first_save_finds_memory_that_was_touched_before(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    thread = prepare_copy(engine)
+    assert thread is not None
+    thread.join()
+    address = idle_copies(engine)[0].data.data_ptr()
+    save(
+        open_store(tmp_path), engine, step=1, attempt=1, training_state={}, world=World(), guard=lambda: None
+    ).wait()  # fmt: skip
+    assert [copy.data.data_ptr() for copy in idle_copies(engine)] == [address]
+    assert prepare_copy(engine) is None
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
@@ -172,21 +188,21 @@ def test_retention_keeps_the_newest_good_ones_and_what_may_still_be_written() ->
         info(9, 1),
         info(8, 1, "damaged"),
     ]
-    assert [i.step for i in disposable(found, 2)] == [20, 9, 8]
-    assert [i.step for i in disposable(found, 1)] == [20, 90, 10, 9, 8]
-    assert [i.step for i in disposable(found, 9)] == [20]
-    assert disposable([info(2, 1, unfinished), info(1, 1, "damaged")], 1) == []
+    assert [i.step for i in disposable(found, Retention(2))] == [20, 9, 8]
+    assert [i.step for i in disposable(found, Retention(1))] == [20, 90, 10, 9, 8]
+    assert [i.step for i in disposable(found, Retention(9))] == [20]
+    assert disposable([info(2, 1, unfinished), info(1, 1, "damaged")], Retention(1)) == []
 
 
 def test_pruning_asks_the_guard_before_each_deletion_and_refuses_to_delete_all(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     names = [store_one(store, step) for step in (1, 2, 3)]
     asked: list[int] = []
-    assert prune(store, 1, lambda: asked.append(1)) == [names[1], names[0]]
+    assert prune(store, Retention(1), lambda: asked.append(1)) == [names[1], names[0]]
     assert len(asked) == 2
     assert [i.name for i in list_checkpoints(store)] == [names[2]]
     with pytest.raises(UserError, match="keep_last=0"):
-        prune(store, 0, lambda: None)
+        prune(store, Retention(0), lambda: None)
 
 
 def test_the_optimizer_is_asked_what_it_keeps() -> None:

@@ -14,6 +14,8 @@ from launch.cli import build_parser, parse
 COMMANDS = {
     "checkpoint diff": ["--json", "-h"],
     "checkpoint list": ["--json", "-h"],
+    "checkpoint pin": ["-h"],
+    "checkpoint unpin": ["-h"],
     "checkpoint verify": ["--json", "-h"],
     "data build": ["-h"],
     "data explain": ["--json", "-h"],
