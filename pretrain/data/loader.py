@@ -31,8 +31,8 @@ from pretrain.errors import DataError
 from pretrain.sequence import Batch
 from pretrain.topology import World
 
-
 _ROWS_LOCATED = 1024
+_OBJECTIVES_WITHOUT_CHANCE = ("causal_lm", "seq2seq")  # a key per row would take a seventh of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class Loader:
         self._segment = segment_of(config, sources)
         order_of((self._segment,), config.seed)  # weights and lanes that do not fit fail here, not at the first step
         self._check_enough_rows()
+        self._is_random = config.objective.kind not in _OBJECTIVES_WITHOUT_CHANCE
         self._any_remote = any(source.reader.is_remote for source in sources)
         self._located: dict[int, list[RowAddress]] = {}
         self._located_in: tuple[Segment, ...] = ()
@@ -194,7 +195,7 @@ class Loader:
         batches, masked_rows = [], 0
         for position, j in enumerate(mine):
             packed = [
-                self._row(address, bad, found, row_key(self._config.seed, step, j, number))
+                self._row(address, bad, found, row_key(self._config.seed, step, j, number) if self._is_random else 0)
                 for number, address in enumerate(located[position * rows : (position + 1) * rows])
             ]
             masked_rows += sum(row is None for row in packed)

@@ -55,8 +55,12 @@ def causal_lm_row(ids: Ids, ends: I64, num_real: int) -> PackedRow:
 
 def document_lengths(ends: I64, num_real: int) -> I64:
     """Tokens of each document of a row, the one that the row's edge cuts included."""
-    open_end = num_real > 0 and (ends.size == 0 or ends[-1] != num_real)
-    return _lengths(np.append(ends, num_real) if open_end else ends)
+    if num_real == 0 or (ends.size and ends[-1] == num_real):
+        return _lengths(ends)
+    lengths = np.empty(ends.size + 1, dtype=np.int64)  # np.append takes four times as long
+    lengths[:-1], lengths[-1] = ends, num_real
+    lengths[1:] -= ends
+    return lengths
 
 
 def seq2seq_row(source_ids: Ids, source_ends: I64, target_ids: Ids, target_ends: I64, start_id: int) -> PackedRow:
