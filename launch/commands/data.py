@@ -1,4 +1,4 @@
-"""`pretrain data build|verify|stats|explain`: raw text to shards, and what shards hold."""
+"""`pretrain data build|verify|reindex|stats|explain`: raw text to shards, and what shards hold."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify.add_argument("source", metavar="SOURCE", nargs="+", help="directory or URL with manifest.json")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(handler="launch.commands.data:verify")
+
+    reindex = actions.add_parser(
+        "reindex",
+        help="make lost or damaged indexes anew",
+        description="Makes the .idx of each shard from its tar headers and writes those that are missing or wrong, if "
+        "they are what the manifest says. Exit code 2 if a shard gives another one.",
+    )
+    reindex.add_argument("source", metavar="SOURCE", nargs="+", help="directory or URL with manifest.json")
+    reindex.add_argument("--json", action="store_true", help="print JSON")
+    reindex.set_defaults(handler="launch.commands.data:reindex")
 
     stats = actions.add_parser(
         "stats",
@@ -209,6 +219,25 @@ def verify(args: argparse.Namespace) -> int:
                 print(f"  {problem}")
             if len(report.problems) > _SHOWN_PROBLEMS:
                 print(f"  … and {len(report.problems) - _SHOWN_PROBLEMS} more (--json shows all)")
+    return ExitCode.USER_ERROR if any(report.problems for report in reports) else ExitCode.DONE
+
+
+def reindex(args: argparse.Namespace) -> int:
+    """Prints a line per source, each index that was written and each problem; USER_ERROR if there is any."""
+    from pretrain.data.reindex import reindex_source
+    from pretrain.store import open_store
+
+    reports = [reindex_source(open_store(source)) for source in args.source]
+    if args.json:
+        print(json.dumps([report.to_json() for report in reports], indent=2))
+    else:
+        for report in reports:
+            print(
+                f"{report.url}: {report.shards:,} shards, {report.good:,} indexes right, {len(report.written):,} "
+                f"written, {len(report.problems):,} problems"
+            )
+            for line in (*(f"wrote {name}" for name in report.written), *report.problems):
+                print(f"  {line}")
     return ExitCode.USER_ERROR if any(report.problems for report in reports) else ExitCode.DONE
 
 

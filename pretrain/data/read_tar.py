@@ -74,7 +74,7 @@ class _Sample:
             yield maker.document(text, None, self.number, record, self.name)
 
 
-class _StrictHeader(tarfile.TarInfo):
+class StrictHeader(tarfile.TarInfo):
     """A header that is wrong, or missing where the archive's end should be marked, is never the end."""
 
     @classmethod
@@ -84,14 +84,14 @@ class _StrictHeader(tarfile.TarInfo):
         except _EndOfArchive:
             raise
         except _HeaderError as error:
-            raise _Damage(f"{error} at byte {tarfile.offset}") from None
+            raise TarDamage(f"{error} at byte {tarfile.offset}") from None
 
 
 _HeaderError: type[Exception] = tarfile.HeaderError
 _EndOfArchive: type[Exception] = tarfile.EOFHeaderError  # type: ignore[attr-defined]
 
 
-class _Damage(Exception):
+class TarDamage(Exception):
     """What is wrong with the archive, and where."""
 
 
@@ -99,7 +99,7 @@ def _members(file: InputFile, stream: io.BufferedIOBase) -> Iterator[tuple[str, 
     """Name and content of each regular file. Raises DataError for damage of any kind and for a name twice."""
     seen: set[str] = set()
     try:
-        with tarfile.open(fileobj=stream, mode="r|", tarinfo=_StrictHeader) as archive:
+        with tarfile.open(fileobj=stream, mode="r|", tarinfo=StrictHeader) as archive:
             for info in archive:
                 archive.members = []  # type: ignore[attr-defined]  # or the library keeps every header
                 if not info.isfile():
@@ -113,9 +113,9 @@ def _members(file: InputFile, stream: io.BufferedIOBase) -> Iterator[tuple[str, 
                 assert content is not None
                 data = content.read()
                 if len(data) != info.size:
-                    raise _Damage(f"member {info.name} is cut off: {len(data)} of {info.size} bytes")
+                    raise TarDamage(f"member {info.name} is cut off: {len(data)} of {info.size} bytes")
                 yield info.name, data
-    except (_Damage, tarfile.TarError) as error:
+    except (TarDamage, tarfile.TarError) as error:
         after = f" after {len(seen)} members" if seen else ""
         raise DataError(
             f"{file.origin} is damaged{after}: {error}. A tar ends with its end-of-archive blocks. Get the file again."
