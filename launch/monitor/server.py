@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
 from launch.monitor.answers import answer_api
+from launch.monitor.prometheus import CONTENT_TYPE, format_metrics
 from launch.monitor.runs_view import RunsView
 from pretrain.errors import PretrainError
 
@@ -88,6 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path in self.server.files:
             file = self.server.files[path]
             return self._send(HTTPStatus.OK, file.read_bytes(), _TYPES[file.suffix])
+        if path == "/metrics":
+            return self._send(HTTPStatus.OK, format_metrics(self.server.view).encode(), CONTENT_TYPE)
         if path.startswith("/api/"):
             return self._answer(path.removeprefix("/api/"), {name: values[-1] for name, values in query.items()})
         self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")

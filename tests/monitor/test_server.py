@@ -7,6 +7,7 @@ import http.client
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,9 @@ def serving(home: Path, token: str | None = None) -> Iterator[DashboardServer]:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
+            deadline = time.monotonic() + 30.0
+            while view.overview()["reading"] and time.monotonic() < deadline:
+                time.sleep(0.02)
             yield server
         finally:
             server.shutdown()
