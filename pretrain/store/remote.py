@@ -2,21 +2,24 @@
 
 One file is one PUT, which object stores make visible whole or not at all; large ones are collected
 in a temporary local file first, so that an interrupted source never publishes half an object. There
-is no append, and no atomic creation (conditional PUT is honoured by too few stores to be assumed).
+is no append. Atomic creation is a conditional PUT on S3, where a probe shows that the store honours it.
 """
 
 from __future__ import annotations
 
 import builtins
 import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from pretrain.errors import StoreError
-from pretrain.store.base import NotFoundError, Store, UnsupportedError, checked_key
+from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedError, checked_key
 from pretrain.store.client import open_url
 from pretrain.store.local import short_read
+
+_HONOURS_CONDITION: dict[str, bool] = {}  # by bucket, found by a probe
 
 
 class RemoteStore:
@@ -54,11 +57,14 @@ class RemoteStore:
         return size
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        checked_key(key)
-        raise UnsupportedError(
-            f"{self.url} cannot create {key} atomically. Exactly one of several writers must win, and object "
-            "stores do not promise that. Put the run on a shared file system; data may stay here."
-        )
+        path = self._path(key)
+        if not self._creates_atomically():
+            raise UnsupportedError(
+                f"{self.url} cannot create {key} atomically. Exactly one of several writers must win, and this "
+                "store does not promise that. Put the run on a shared file system; data may stay here."
+            )
+        with self._explained("create", key):
+            return self._create(path, data)
 
     def append(self, key: str, data: bytes) -> None:
         checked_key(key)
@@ -138,6 +144,35 @@ class RemoteStore:
         return RemoteStore(f"{self.url}/{prefix}" if prefix else self.url)
 
     # ---------------------------------------------------------------------------------------- helpers
+
+    def _creates_atomically(self) -> bool:
+        """Whether the store honours a conditional PUT: asked once by trying, because many ignore the condition."""
+        bucket = "/".join(self.url.split("/")[:3])
+        if not self.url.startswith("s3://"):
+            return False
+        if bucket not in _HONOURS_CONDITION:
+            path = f"{self._root}/{TEMPORARY}probe-{uuid.uuid4().hex}"
+            with self._explained("probe", "for conditional PUT"):
+                try:
+                    created, again = self._create(path, b"first"), self._create(path, b"second")
+                    _HONOURS_CONDITION[bucket] = created and not again and self._files.cat_file(path) == b"first"
+                finally:
+                    self._files.rm_file(path)
+        return _HONOURS_CONDITION[bucket]
+
+    def _create(self, path: str, data: bytes) -> bool:
+        """PUT on the condition that there is none. The client may send it twice: a mark tells our own first one."""
+        mark = uuid.uuid4().hex
+        try:
+            self._files.pipe_file(path, bytes(data), mode="create", Metadata={"writer": mark})
+        except OSError as error:
+            refused = isinstance(error, FileExistsError) or any(
+                word in f"{error} {error.__cause__}" for word in ("PreconditionFailed", "ConditionalRequestConflict")
+            )
+            if not refused:
+                raise
+            return bool(self._files.metadata(path, refresh=True).get("writer") == mark)
+        return True
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{checked_key(key)}"
