@@ -42,7 +42,8 @@ a run from start to end:
   pretrain status RUN                         where it is
   pretrain resume RUN                         go on where it stopped
 
-exit codes: 0 done, 2 user error, 3 run failed, 4 stopped on request, 5 interrupted and resumable"""
+exit codes: 0 done, 2 user error, 3 run failed, 4 stopped on request, 5 interrupted and resumable,
+            7 another process took the run over (--takeover)"""
 
 
 def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:

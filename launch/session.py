@@ -56,9 +56,9 @@ def hold_run(
         try:
             _open_journal(run, journal, changes, takeover)
             yield lease
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # while it starts, Ray turns SIGTERM into SystemExit(15)
             journal.append(EventKind.INTERRUPTED, step=None)
-            raise
+            raise KeyboardInterrupt from None
         except PretrainError as error:
             with contextlib.suppress(PretrainError):  # of a lost lease or a full disk the first error tells
                 journal.append(EventKind.FAILED, reason=str(error), exit_code=int(error.exit_code))

@@ -1,0 +1,37 @@
+"""Whatever ends a process that holds a run is the run's last word."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from launch.session import hold_run
+from pretrain.errors import StoreError
+from pretrain.log import Log
+from pretrain.rundir import RunDirectory
+from tests.launch.runs import config_for
+
+
+@pytest.mark.parametrize(
+    ("end", "seen", "word"),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, "interrupted"),
+        (SystemExit(15), KeyboardInterrupt, "interrupted"),  # Ray's own handler of SIGTERM
+        (StoreError("disk full"), StoreError, "failed"),
+    ],
+    ids=["Ctrl-C", "SIGTERM while Ray starts", "an error"],
+)
+def test_the_end_of_a_holder_is_journaled_and_the_lease_given_back(
+    tmp_path: Path, end: BaseException, seen: type[BaseException], word: str
+) -> None:
+    config = config_for(tmp_path, fake={"steps": 1})
+    run, changes = RunDirectory.claim(config, resume="never", home=str(tmp_path / "home"))
+    with (
+        pytest.raises(seen),
+        hold_run(run, changes, purpose="test", takeover=False, log=Log(stream=io.StringIO())),
+    ):
+        raise end
+    assert run.events()[-1].kind == word
+    assert run.status().state == word
