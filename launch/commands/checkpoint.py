@@ -1,4 +1,4 @@
-"""`pretrain checkpoint list|verify|diff|pin|unpin`: what a run has saved, whether it is whole, what is kept."""
+"""`pretrain checkpoint list|verify|diff|pin|unpin|export`: what a run has saved, whether it is whole, what is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "checkpoint",
-        help="list, verify, compare and pin checkpoints",
+        help="list, verify, compare, pin and export checkpoints",
         description="Looks at the checkpoints of a run, and says which are kept. Needs no cluster.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -50,6 +50,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     diff.add_argument("second", metavar="RUN[:CHECKPOINT]", help="the same, or :CHECKPOINT of the first run")
     diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(handler="launch.commands.checkpoint:diff")
+
+    export = actions.add_parser(
+        "export",
+        help="write a Hugging Face directory",
+        description="Writes a checkpoint's weights, config and tokenizer as a directory that transformers loads.",
+    )
+    export.add_argument("run", metavar="RUN", help=run_help)
+    export.add_argument("--checkpoint", metavar="CHECKPOINT", help="name of one; default: the newest")
+    export.add_argument("--out", metavar="DIR", required=True, help="directory that does not exist yet")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the written weights"
+    )
+    export.set_defaults(handler="launch.export:run_export")
 
     for action, what in (("pin", "keep a checkpoint for good"), ("unpin", "let retention decide about it again")):
         parser = actions.add_parser(

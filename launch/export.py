@@ -1,0 +1,66 @@
+"""`pretrain checkpoint export RUN --out DIR`: a checkpoint's weights as a directory that transformers loads.
+
+Takes a run and a checkpoint → config.json, model.safetensors, tokenizer.json and tokenizer_config.json,
+which appear together or not at all. The checkpoint is verified and not deleted meanwhile. At most
+the fp32 weights and their converted copy are in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from pretrain.data.tokenizer import Tokenizer
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """Handler of `pretrain checkpoint export`."""
+    import torch
+
+    from pretrain.checkpoint import newest_checkpoint, read_weights
+    from pretrain.data.tokenizer import Tokenizer
+    from pretrain.model.hf.directory import export_model
+    from pretrain.model.hf.family import ExportOptions
+    from pretrain.rundir import RunDirectory
+
+    run = RunDirectory.locate(args.run)
+    config, out = run.config(), Path(args.out)
+    if config.model.family != "decoder":
+        raise UserError(
+            f"model.family={config.model.family} cannot be exported by this command. transformers computes what the "
+            "decoder does as Llama or Qwen3. Export a run of a decoder."
+        )
+    if out.exists():
+        raise UserError(f"--out={out} exists. An export never overwrites. Name another directory or remove it.")
+    name = args.checkpoint or newest_checkpoint(run.checkpoints)
+    tokenizer = Tokenizer(run.store.get("tokenizer.json"), f"{run.url}/tokenizer.json")
+    options = ExportOptions(
+        config.batch.sequence_length, getattr(torch, args.dtype), eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id
+    )
+    partial = out.with_name(f"{out.name}.export-{os.getpid()}")
+    try:
+        export_model(read_weights(run.checkpoints, name), config.model, partial, options)
+        (partial / "tokenizer.json").write_bytes(tokenizer.to_bytes())
+        (partial / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(tokenizer), indent=2) + "\n")
+        partial.rename(out)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error.strerror}. Name another directory.") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{name} of {run.name} -> {out} ({args.dtype})")
+    return ExitCode.DONE
+
+
+def _tokenizer_config(tokenizer: Tokenizer) -> dict[str, object]:
+    body = json.loads(tokenizer.to_bytes())
+    names = {entry["id"]: entry["content"] for entry in body.get("added_tokens", [])}
+    special = {"eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+    known = {key: names[number] for key, number in special.items() if number in names}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **known}
