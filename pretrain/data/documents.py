@@ -7,6 +7,7 @@ come from the record.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -101,7 +102,9 @@ class DocumentMaker:
     """The shared rules, for one file."""
 
     def __init__(self, origin: str, spec: SourceSpec, counts: ReadCounts) -> None:
-        self.origin, self.spec, self.counts = origin, spec, counts
+        # A file name is bytes; records of where a document came from are text, `\xff` spelt out.
+        self.origin = os.fsencode(origin).decode("utf-8", "backslashreplace")
+        self.spec, self.counts = spec, counts
 
     def decode(self, data: bytes, where: str, offset: int | None = None) -> str | None:
         """UTF-8 -> text; None if it is not UTF-8 and the spec says to skip.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,10 @@ def test_json_with_every_escape_comes_back(texts: Path) -> None:
     text = 'quote " slash \\ tab \t line \n nul \0 é 日 😀'
     assert _read(write_jsonl(texts / "a.jsonl", [{"text": text}]))[0] == [text]
     assert json.loads(json.dumps(text)) == text
+
+
+def test_a_file_name_that_is_not_utf_8_is_spelt_out(texts: Path) -> None:
+    (texts / os.fsdecode(b"caf\xe9.txt")).write_text("a text")
+    (document,) = read_documents(SourceSpec((str(texts),)))
+    assert document.text == "a text"
+    assert document.id == document.origin == f"{texts}/caf\\xe9.txt"
