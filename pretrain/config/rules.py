@@ -125,6 +125,14 @@ def _model_rules(model: AnyModelConfig) -> list[str]:
         problems.append(
             f"model.width={model.width} is odd. Sinusoidal positions come in pairs. Set an even model.width."
         )
+    if model.family == "t5" and (
+        model.num_buckets < 4 or model.num_buckets % 2 or model.max_distance <= model.num_buckets // 2
+    ):
+        problems.append(
+            f"model.num_buckets={model.num_buckets} does not fit model.max_distance={model.max_distance}. "
+            "Half of the buckets are exact, the rest reach max_distance. "
+            "Set an even model.num_buckets of at least 4 and a model.max_distance above half of it."
+        )
     num_kv_heads = getattr(model, "num_kv_heads", None)
     if num_kv_heads and model.num_heads % num_kv_heads:
         problems.append(

@@ -245,7 +245,44 @@ class EncoderConfig(ModelConfig):
     init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
 
 
-AnyModelConfig = Annotated[DecoderConfig | EncoderDecoderConfig | EncoderConfig, Field(discriminator="family")]
+class GPT2Config(ModelConfig):
+    """Decoder-only as GPT-2: pre-norm LayerNorm, learned positions, biases, GELU in its tanh form."""
+
+    layout: ClassVar[Layout] = "decoder"
+    family: Literal["gpt2"] = "gpt2"
+    num_layers: PositiveInt = setting("decoder layers", resume="refused")
+    max_length: PositiveInt = setting(
+        "learned positions: the longest document, at least batch.sequence_length", resume="refused"
+    )
+    norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-5)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+
+
+class T5Config(ModelConfig):
+    """T5: pre-norm RMSNorm, relative biases, no other biases; tied = v1.0 (output scaled), untied as in v1.1."""
+
+    layout: ClassVar[Layout] = "encoder_decoder"
+    family: Literal["t5"] = "t5"
+    num_encoder_layers: PositiveInt = setting("encoder layers", resume="refused")
+    num_decoder_layers: PositiveInt = setting("decoder layers", resume="refused")
+    head_width: PositiveInt | None = setting(
+        "K, width of a head; none means width / num_heads", resume="refused", default=None
+    )
+    feed_forward: Literal["relu", "gated_gelu"] = setting(
+        "relu as in v1.0, gated_gelu as in v1.1", resume="refused", default="gated_gelu"
+    )
+    num_buckets: PositiveInt = setting(
+        "buckets of the relative bias: an even number of at least 4", resume="refused", default=32
+    )
+    max_distance: PositiveInt = setting(
+        "tokens from which on all distances share the last bucket", resume="refused", default=128
+    )
+    norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-6)
+
+
+AnyModelConfig = Annotated[
+    DecoderConfig | EncoderDecoderConfig | EncoderConfig | GPT2Config | T5Config, Field(discriminator="family")
+]
 
 
 # ------------------------------------------------------------------------------------------ training

@@ -13,7 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pretrain.config.schema import AnyModelConfig, BatchConfig, DecoderConfig, EncoderConfig, EncoderDecoderConfig
+from pretrain.config.schema import (
+    AnyModelConfig,
+    BatchConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+    GPT2Config,
+    T5Config,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,10 @@ def parameter_counts(model: AnyModelConfig) -> ParameterCounts:
         inside = _decoder_parameters(model)
     elif isinstance(model, EncoderConfig):
         inside = _encoder_parameters(model)
+    elif isinstance(model, GPT2Config):
+        inside = _gpt2_parameters(model)
+    elif isinstance(model, T5Config):
+        inside = _t5_parameters(model)
     else:
         inside = _encoder_decoder_parameters(model)
     return ParameterCounts(embedding + inside + outputs, embedding)
@@ -48,6 +60,8 @@ def training_flops_per_row(model: AnyModelConfig, batch: BatchConfig) -> int:
         return 3 * _decoder_forward(model, batch.sequence_length)
     if isinstance(model, EncoderConfig):
         return 3 * _encoder_forward(model, batch.sequence_length)
+    if isinstance(model, GPT2Config):
+        return 3 * _gpt2_forward(model, batch.sequence_length)
     return 3 * _encoder_decoder_forward(model, batch.source_length or batch.sequence_length, batch.sequence_length)
 
 
@@ -97,6 +111,42 @@ def _encoder_forward(model: EncoderConfig, length: int) -> int:
     return 2 * matrices * length + model.num_layers * 4 * width * length * length
 
 
+def _gpt2_parameters(model: GPT2Config) -> int:
+    width = model.width
+    layer = _biased_attention(width) + _biased_mlp(width, model.feed_forward_width) + 4 * width
+    return model.max_length * width + model.num_layers * layer + 2 * width
+
+
+def _gpt2_forward(model: GPT2Config, length: int) -> int:
+    width = model.width
+    matrices = model.num_layers * (4 * width * width + 2 * width * model.feed_forward_width)
+    matrices += model.vocabulary_size * width
+    return 2 * matrices * length + model.num_layers * 2 * width * length * length
+
+
+def _t5_parameters(model: T5Config) -> int:
+    attention, mlp = _square(model), _unbiased_mlp(model)
+    encoder = model.num_encoder_layers * (attention + mlp + 2 * model.width)
+    decoder = model.num_decoder_layers * (2 * attention + mlp + 3 * model.width)
+    return encoder + decoder + 2 * (model.num_buckets * model.num_heads + model.width)  # biases and last norms
+
+
+def _inside(model: EncoderDecoderConfig | T5Config) -> int:
+    """Width of all heads together."""
+    head_width = getattr(model, "head_width", None)
+    return model.num_heads * head_width if head_width else model.width
+
+
+def _square(model: EncoderDecoderConfig | T5Config) -> int:
+    """Elements of the four matrices of an attention."""
+    return 4 * model.width * _inside(model)
+
+
+def _unbiased_mlp(model: EncoderDecoderConfig | T5Config) -> int:
+    gated = isinstance(model, T5Config) and model.feed_forward == "gated_gelu"
+    return (3 if gated else 2) * model.width * model.feed_forward_width
+
+
 def _encoder_decoder_parameters(model: EncoderDecoderConfig) -> int:
     attention = _biased_attention(model.width)
     mlp, norm = _biased_mlp(model.width, model.feed_forward_width), 2 * model.width
@@ -105,12 +155,11 @@ def _encoder_decoder_parameters(model: EncoderDecoderConfig) -> int:
     return model.num_encoder_layers * encoder_layer + model.num_decoder_layers * decoder_layer
 
 
-def _encoder_decoder_forward(model: EncoderDecoderConfig, source_length: int, target_length: int) -> int:
-    width = model.width
-    mlp = 2 * width * model.feed_forward_width
-    square = width * width
-    source_side = model.num_encoder_layers * (4 * square + mlp) + model.num_decoder_layers * 2 * square
-    target_side = model.num_decoder_layers * (6 * square + mlp) + model.vocabulary_size * width
-    attention = model.num_encoder_layers * 4 * width * source_length**2
-    attention += model.num_decoder_layers * (2 * width * target_length**2 + 4 * width * target_length * source_length)
+def _encoder_decoder_forward(model: EncoderDecoderConfig | T5Config, source_length: int, target_length: int) -> int:
+    square, mlp, inside = _square(model), _unbiased_mlp(model), _inside(model)
+    # Keys and values of cross-attention, half of its matrices, are made from the source.
+    source_side = model.num_encoder_layers * (square + mlp) + model.num_decoder_layers * square // 2
+    target_side = model.num_decoder_layers * (square + square // 2 + mlp) + model.vocabulary_size * model.width
+    attention = model.num_encoder_layers * 4 * inside * source_length**2
+    attention += model.num_decoder_layers * (2 * inside * target_length**2 + 4 * inside * target_length * source_length)
     return 2 * (source_side * source_length + target_side * target_length) + attention

@@ -14,12 +14,16 @@ from pretrain.config.schema import AnyModelConfig, LossConfig
 from pretrain.model.bert import Bert
 from pretrain.model.decoder import Decoder
 from pretrain.model.encoder_decoder import EncoderDecoder
+from pretrain.model.gpt2 import GPT2
 from pretrain.model.init import initialise
+from pretrain.model.t5 import T5
 
 _FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "decoder": Decoder,
     "encoder_decoder": EncoderDecoder,
     "encoder": Bert,
+    "gpt2": GPT2,
+    "t5": T5,
 }
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from pretrain.config.schema import AnyModelConfig, DecoderConfig, EncoderConfig, EncoderDecoderConfig
+from pretrain.config.schema import (
+    AnyModelConfig,
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+    GPT2Config,
+    T5Config,
+)
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
 VOCABULARY = 101
@@ -37,10 +44,33 @@ def encoder_config(**changes: Any) -> EncoderConfig:
     return EncoderConfig(**(values | changes))
 
 
+def gpt2_config(**changes: Any) -> GPT2Config:
+    values: dict[str, Any] = {
+        "vocabulary_size": VOCABULARY, "width": 32, "num_heads": 4, "feed_forward_width": 48, "num_layers": 2,
+        "max_length": 32,
+    }  # fmt: skip
+    return GPT2Config(**(values | changes))
+
+
+def t5_config(**changes: Any) -> T5Config:
+    values: dict[str, Any] = {
+        "vocabulary_size": VOCABULARY, "width": 32, "num_heads": 4, "head_width": 6, "feed_forward_width": 48,
+        "num_encoder_layers": 2, "num_decoder_layers": 3, "num_buckets": 8, "max_distance": 12,
+    }  # fmt: skip
+    return T5Config(**(values | changes))
+
+
+def t5_v1_0_config(**changes: Any) -> T5Config:
+    return t5_config(**({"feed_forward": "relu"} | changes))
+
+
 FAMILIES: dict[str, Callable[..., AnyModelConfig]] = {
     "decoder": decoder_config,
     "encoder_decoder": encoder_decoder_config,
     "encoder": encoder_config,
+    "gpt2": gpt2_config,
+    "t5": t5_config,
+    "t5_v1_0": t5_v1_0_config,
 }
 """A small config of each family; the conformance tests run over all of them."""
 

@@ -11,7 +11,7 @@ from torch import nn
 from pretrain.config.schema import AnyModelConfig, LossConfig
 from pretrain.model.registry import build_model
 from pretrain.sequence import Batch
-from tests.model.small import FAMILIES, VOCABULARY, batch_for, documents_of, empty_batch_for, make_batch
+from tests.model.small import FAMILIES, VOCABULARY, batch_for, documents_of, empty_batch_for, make_batch, random_ids
 
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
 
@@ -99,6 +99,20 @@ def test_a_bf16_model_stays_close_to_fp32(family: str) -> None:
         found, right = rounded.logits(batch), exact.logits(batch)
     assert found.dtype == torch.float32
     assert ((found - right).norm() / right.norm()).item() < 0.03
+
+
+def test_decoding_with_a_cache_equals_the_full_pass(family: str) -> None:
+    config = FAMILIES[family]()
+    if config.layout == "encoder":
+        pytest.skip("an encoder does not decode")
+    model = build(config).eval()
+    ids, source = random_ids(12), random_ids(9, 1)
+    pairs = config.layout == "encoder_decoder"
+    with torch.no_grad():
+        full = model.logits(make_batch(ids, [12], ids, (source, [9]) if pairs else None))
+        cache = model.new_cache(12, model.encode(source)) if pairs else model.new_cache(12)
+        for start, end in ((0, 5), (5, 6), (6, 12)):
+            torch.testing.assert_close(model.decode(ids[start:end], cache), full[end - 1], atol=1e-5, rtol=1e-5)
 
 
 def test_a_tied_output_matrix_is_the_embedding_and_an_untied_one_is_not(family: str) -> None:

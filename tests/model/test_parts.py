@@ -16,7 +16,16 @@ from pretrain.model.init import Constant, initialise
 from pretrain.model.layers import RMSNorm, SwiGLU
 from pretrain.model.positions import rotary_angles, rotate
 from pretrain.model.registry import build_model
-from tests.model.small import decoder_config, encoder_config, encoder_decoder_config, lm_batch, pair_batch
+from tests.model.small import (
+    decoder_config,
+    encoder_config,
+    encoder_decoder_config,
+    gpt2_config,
+    lm_batch,
+    pair_batch,
+    t5_config,
+    t5_v1_0_config,
+)
 
 CONFIGS = [
     decoder_config(),
@@ -25,6 +34,10 @@ CONFIGS = [
     encoder_decoder_config(tied_embeddings=False, num_encoder_layers=3),
     encoder_config(),
     encoder_config(tied_embeddings=False, num_layers=3),
+    gpt2_config(),
+    gpt2_config(tied_embeddings=False),
+    t5_config(tied_embeddings=False),
+    t5_v1_0_config(head_width=None, num_encoder_layers=3),
 ]
 
 

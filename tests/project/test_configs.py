@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.config.schema import DecoderConfig, EncoderConfig, EncoderDecoderConfig, RunConfig
+from pretrain.config.schema import DecoderConfig, EncoderConfig, EncoderDecoderConfig, GPT2Config, RunConfig
 from pretrain.model.registry import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,9 @@ def parameters_by_hand(config: RunConfig) -> int:
         head = width * width + width + norm + model.vocabulary_size  # transform, norm, a bias per entry
         layer = attention + feed_forward + 2 * norm
         return embedding + model.max_length * width + norm + model.num_layers * layer + head
+    if isinstance(model, GPT2Config):
+        assert model.tied_embeddings
+        return embedding + model.max_length * width + model.num_layers * (attention + feed_forward + 2 * norm) + norm
     assert isinstance(model, EncoderDecoderConfig)
     encoder = model.num_encoder_layers * (attention + feed_forward + 2 * norm)
     decoder = model.num_decoder_layers * (2 * attention + feed_forward + 3 * norm)

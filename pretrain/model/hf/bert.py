@@ -12,22 +12,11 @@ from typing import Any
 
 from pretrain.config.schema import EncoderConfig
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
-from pretrain.model.hf.weights import Weight
+from pretrain.model.hf.weights import Weight, dense, layer_norm
 
 _SEGMENTS = "bert.embeddings.token_type_embeddings.weight"
 _POSITIONS = "bert.embeddings.position_embeddings.weight"
 _HEAD = "cls.predictions"
-
-
-def _norm(ours: str, theirs: str, width: int) -> list[Weight]:
-    return [Weight.same(f"{ours}.{part}", f"{theirs}.{part}", width) for part in ("weight", "bias")]
-
-
-def _dense(ours: str, theirs: str, rows: int, columns: int) -> list[Weight]:
-    return [
-        Weight.same(f"{ours}.weight", f"{theirs}.weight", rows, columns),
-        Weight.same(f"{ours}.bias", f"{theirs}.bias", rows),
-    ]
 
 
 def _weights(config: EncoderConfig) -> list[Weight]:
@@ -35,9 +24,9 @@ def _weights(config: EncoderConfig) -> list[Weight]:
     weights = [
         Weight.same("embedding.table.weight", "bert.embeddings.word_embeddings.weight", vocabulary, width),
         Weight.same("embedding.positions.weight", _POSITIONS, config.max_length, width),
-        *_norm("embedding.norm", "bert.embeddings.LayerNorm", width),
-        *_dense("transform.dense", f"{_HEAD}.transform.dense", width, width),
-        *_norm("transform.norm", f"{_HEAD}.transform.LayerNorm", width),
+        *layer_norm("embedding.norm", "bert.embeddings.LayerNorm", width),
+        *dense("transform.dense", f"{_HEAD}.transform.dense", width, width),
+        *layer_norm("transform.norm", f"{_HEAD}.transform.LayerNorm", width),
         Weight.same("head.bias", f"{_HEAD}.bias", vocabulary),
     ]
     if not config.tied_embeddings:
@@ -48,11 +37,11 @@ def _weights(config: EncoderConfig) -> list[Weight]:
         weights += [
             Weight.fused(f"{ours}.attention.qkv.weight", [f"{p}.weight" for p in projections], [width] * 3, width),
             Weight.fused(f"{ours}.attention.qkv.bias", [f"{p}.bias" for p in projections], [width] * 3),
-            *_dense(f"{ours}.attention.output", f"{theirs}.attention.output.dense", width, width),
-            *_norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm", width),
-            *_dense(f"{ours}.mlp.inner", f"{theirs}.intermediate.dense", hidden, width),
-            *_dense(f"{ours}.mlp.outer", f"{theirs}.output.dense", width, hidden),
-            *_norm(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm", width),
+            *dense(f"{ours}.attention.output", f"{theirs}.attention.output.dense", width, width),
+            *layer_norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm", width),
+            *dense(f"{ours}.mlp.inner", f"{theirs}.intermediate.dense", hidden, width),
+            *dense(f"{ours}.mlp.outer", f"{theirs}.output.dense", width, hidden),
+            *layer_norm(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm", width),
         ]
     return weights
 

@@ -21,11 +21,27 @@ from pretrain.config.schema import AnyModelConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.bert import BERT
 from pretrain.model.hf.family import Exchange, ExportOptions
+from pretrain.model.hf.gpt2 import GPT2
 from pretrain.model.hf.llama import LLAMA
+from pretrain.model.hf.marian import MARIAN
+from pretrain.model.hf.t5 import T5
 from pretrain.model.hf.weights import from_hf_state, to_hf_state
 
-_BY_FAMILY: dict[str, Exchange] = {"decoder": LLAMA, "encoder": BERT}
-_BY_MODEL_TYPE: dict[str, Exchange] = {"llama": LLAMA, "qwen3": LLAMA, "bert": BERT}
+_BY_FAMILY: dict[str, Exchange] = {
+    "decoder": LLAMA,
+    "encoder": BERT,
+    "gpt2": GPT2,
+    "t5": T5,
+    "encoder_decoder": MARIAN,
+}
+_BY_MODEL_TYPE: dict[str, Exchange] = {
+    "llama": LLAMA,
+    "qwen3": LLAMA,
+    "bert": BERT,
+    "gpt2": GPT2,
+    "t5": T5,
+    "marian": MARIAN,
+}
 
 
 def export_model(

@@ -48,6 +48,19 @@ class Weight:
         return [shape[::-1] for shape in shapes] if self.transposed else shapes
 
 
+def layer_norm(ours: str, theirs: str, width: int) -> list[Weight]:
+    """Weight and bias of a LayerNorm."""
+    return [Weight.same(f"{ours}.{part}", f"{theirs}.{part}", width) for part in ("weight", "bias")]
+
+
+def dense(ours: str, theirs: str, rows: int, columns: int, *, transposed: bool = False) -> list[Weight]:
+    """Weight and bias of a projection."""
+    return [
+        Weight.same(f"{ours}.weight", f"{theirs}.weight", rows, columns, transposed=transposed),
+        Weight.same(f"{ours}.bias", f"{theirs}.bias", rows),
+    ]
+
+
 def to_hf_state(state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, Tensor]:
     """Their state dict, contiguous tensors, dtype kept.
 

@@ -1,0 +1,106 @@
+"""GPT-2: decoder-only, pre-norm LayerNorm, learned positions, GELU (tanh form), biases everywhere.
+
+Takes a Batch of packed documents -> LossSums; documents do not see each other, and positions restart in
+each. Decoding takes new ids and a cache -> logits of the last one, up to `max_length` tokens.
+Source: Radford et al. 2019 and its code; initial weights N(0, init_std), those that write to the
+residual stream / sqrt(2 layers).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pretrain.config.schema import GPT2Config, LossConfig
+from pretrain.errors import UserError
+from pretrain.loss.sums import LossSums
+from pretrain.model.cache import Cache, LayerCache
+from pretrain.model.checkpointing import LayerStack
+from pretrain.model.dropout import Dropout
+from pretrain.model.encoder import SelfAttention
+from pretrain.model.head import Head
+from pretrain.model.init import Normal
+from pretrain.model.layers import Embedding, FeedForward, LayerNorm
+from pretrain.model.positions import LearnedPositions
+from pretrain.sequence import Batch, SeqInfo
+
+
+class GPT2Layer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPT2Config, sites: Iterator[int]) -> None:
+        super().__init__()
+        inner, outer = Normal(config.init_std), Normal(config.init_std / math.sqrt(2 * config.num_layers))
+        self.attention_norm = LayerNorm(config.width, config.norm_eps)
+        self.attention = SelfAttention(config, inner, outer, causal=True)
+        self.attention_dropout = Dropout(config.dropout, next(sites))
+        self.mlp_norm = LayerNorm(config.width, config.norm_eps)
+        self.mlp = FeedForward(config.width, config.feed_forward_width, inner, outer, activation="gelu_tanh")
+        self.mlp_dropout = Dropout(config.dropout, next(sites))
+
+    def forward(
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int, cache: LayerCache | None = None
+    ) -> Float[Tensor, "T D"]:
+        x_TD = x_TD + self.attention_dropout(self.attention(self.attention_norm(x_TD), info, cache), key)
+        return x_TD + self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key)
+
+
+class GPT2(nn.Module):
+    """The whole model with its loss."""
+
+    def __init__(self, config: GPT2Config, loss: LossConfig, *, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        sites = itertools.count()
+        initial = Normal(config.init_std)
+        self.embedding = Embedding(config.vocabulary_size, config.width, config.init_std)
+        self.positions = LearnedPositions(config.max_length, config.width, initial)
+        self.embedding_dropout = Dropout(config.dropout, next(sites))
+        self.layers = LayerStack(
+            (GPT2Layer(config, sites) for _ in range(config.num_layers)), checkpointed=activation_checkpointing
+        )
+        self.norm = LayerNorm(config.width, config.norm_eps)
+        self.head = Head(self.embedding, initial, loss, tied=config.tied_embeddings)
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums of the loss over the batch's labels."""
+        return self.head(self.hidden(batch), batch.labels)
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "T D"]:
+        """What the head reads: the normed output of the last layer."""
+        return self._hidden(batch.decoder_ids, batch.decoder_info, batch.dropout_key)
+
+    def logits(self, batch: Batch) -> Float[Tensor, "T V"]:
+        """Logits of every position, at least fp32."""
+        return self.head(self.hidden(batch))
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for one sequence of at most `capacity` tokens.
+
+        Raises:
+            UserError: the model has fewer positions.
+        """
+        if capacity > self.config.max_length:
+            raise UserError(
+                f"{capacity} tokens of prompt and new text are more than model.max_length={self.config.max_length}. "
+                "Every position needs its learned vector. Give a shorter prompt or a smaller --max-tokens."
+            )
+        return Cache.empty(self.config.num_layers, capacity)
+
+    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]:
+        """Appends the ids to the cached sequence; logits of what follows the last one.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        info = cache.next_info(ids_T.shape[0], ids_T.device)
+        return self.head(self._hidden(ids_T, info, 0, cache)[-1:])[0]
+
+    def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
+        x_TD = self.embedding_dropout(self.embedding(ids_T) + self.positions(info.positions), key)
+        caches = [None] * len(self.layers) if cache is None else cache.layers
+        return self.norm(self.layers(x_TD, info, key, per_layer=caches))
