@@ -2,6 +2,7 @@
 
     python -m pretrain CONFIG [key=value …] [--name N] [--resume never|auto|must]   one process, or under torchrun
     python -m pretrain --run RUN --attempt N                                        as an agent starts it
+    python -m pretrain --standby                                                    imports all, becomes the one above
 
 Ends with a code of `pretrain.errors.ExitCode`; a foreseen failure is one `error:` line, no traceback.
 """
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 
@@ -23,6 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank to its end and gives its exit code."""
     parser = _parser()
     args = parser.parse_intermixed_args(arguments)
+    began: float | None = None
+    if args.standby:
+        try:
+            from pretrain.train.standby import become_rank
+
+            args = parser.parse_intermixed_args(become_rank())
+        except PretrainError as error:
+            Log().error(str(error))
+            return error.exit_code
+        began = time.monotonic()
     under_agent = args.run is not None
     if under_agent == (args.config is not None):
         parser.error("give either CONFIG, or --run and --attempt")
@@ -32,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if under_agent:
             from pretrain.train.rank import run_under_agent
 
-            return run_under_agent(args.run, args.attempt)
+            return run_under_agent(args.run, args.attempt, began=began)
         from pretrain.train.rank import run_standalone
 
         return run_standalone(args.config, args.overrides, name=args.name, resume=args.resume, takeover=args.takeover)
@@ -66,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--takeover", action="store_true", help="do not wait for the last trainer of this run to die")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--attempt", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--standby", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -1,9 +1,10 @@
-"""The agent of a node: spawns rank processes, passes their heartbeats and exit codes on, kills them.
+"""The agent of a node: starts rank processes, passes their heartbeats and exit codes on, kills them.
 
-Takes orders of the controller over TCP (reserve, start, word, kill, bye) → sends port, spawned, lines,
-exit. One thread does everything, because ranks die with the thread that spawned them. Invariants: the
-exit of a rank is on its way to the controller within milliseconds (pidfd); when the controller is gone,
-or silent for 10 s, every rank is killed and the agent ends. Own design (DESIGN section 7).
+Takes orders of the controller over TCP (reserve, start, standby, word, kill, bye) → sends port, spawned,
+lines, exit, standbys, note. One thread does everything, because ranks die with the thread that spawned
+them. Invariants: the exit of a rank is on its way to the controller within milliseconds (pidfd); when the
+controller is gone, or silent for 10 s, every process is killed and the agent ends. Own design (DESIGN
+section 7).
 """
 
 from __future__ import annotations
@@ -15,17 +16,18 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 import pretrain
-from launch.agents.process import RankOrder, RankProcess
+from launch.agents.process import RankOrder
+from launch.agents.ranks import Ranks
 from launch.agents.spool import LogSpool
+from launch.agents.standbys import StandbyOrder, Standbys
 from launch.agents.wire import ALIVE_EVERY_S, CONTROLLER_SILENT_S, Channel, Message
-from pretrain.rundir import identify_process
 from pretrain.store import open_store
 
 THIS_PYTHON = "{python}"  # stands in a rank's command for the interpreter that the agent runs on
@@ -46,24 +48,25 @@ class Agent:
         self._controller, self._secret = controller, secret
         self._node, self._address = node, address
         self._attempt = 0
-        self._ranks: dict[int, RankProcess] = {}
         self._listener: socket.socket | None = None
         self._spool: LogSpool | None = None
         self._selector = selectors.DefaultSelector()
         self._said_bye = False
+        inherited = rank_environment_of(os.environ, address)
+        self._standbys = Standbys(inherited, self._selector, self._send)
+        self._ranks = Ranks(inherited, self._standbys, self._selector, self._send)
 
     def run(self) -> None:
         """Connects and serves; returns when all is over. Must stay on the thread that called it."""
         self._channel = Channel(socket.create_connection(self._controller, timeout=10.0))
         hello = {"kind": "hello", "secret": self._secret, "node": self._node, "host": socket.gethostname()}
         self._channel.send({**hello, "address": self._address, "pid": os.getpid()})
-        self._selector.register(self._channel, selectors.EVENT_READ, "controller")
+        self._selector.register(self._channel, selectors.EVENT_READ)
         try:
             self._serve()
         finally:
-            for rank in self._ranks.values():
-                rank.kill()
-            self._await_killed()
+            self._ranks.close()
+            self._standbys.close()
             if self._spool:
                 self._spool.close()
             self._channel.close()
@@ -82,12 +85,15 @@ class Agent:
                 return
             looked_t = now
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.wants_write else 0)
-            self._selector.modify(self._channel, wanted, "controller")
+            self._selector.modify(self._channel, wanted)
             for key, events in self._selector.select(timeout=ALIVE_EVERY_S / 2):
-                if key.data == "controller":
+                if key.fileobj is self._channel:
                     self._talk(events)
                 else:
-                    self._hear_rank(*key.data)
+                    hear: Callable[[], None] = key.data
+                    hear()
+            self._ranks.check()
+            self._standbys.check()
 
     def _talk(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -102,12 +108,13 @@ class Agent:
                 self._reserve(message)
             case "start":
                 self._start(message)
+            case "standby":
+                order = StandbyOrder(int(message["count"]), _command(message), message["environment"])
+                self._standbys.want(order)
             case "word":
-                for rank in self._ranks.values():
-                    rank.say(str(message["word"]))
+                self._ranks.say(str(message["word"]))
             case "kill":
-                for rank in self._ranks.values():
-                    rank.kill()
+                self._ranks.kill()
             case "bye":
                 self._said_bye = True
 
@@ -121,23 +128,20 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         self._attempt = int(message["attempt"])
-        environment = rank_environment_of(os.environ, self._address)
-        for rank in message["ranks"]:
-            number = int(rank["rank"])
-            command = [sys.executable if word == THIS_PYTHON else word for word in message["command"]]
-            order = RankOrder(number, command, rank["environment"], self._log_of(rank))
-            try:
-                process = RankProcess(order, environment, self._listener if number == 0 else None)
-            except OSError as error:
-                self._send(number, "spawn_failed", message=f"rank {number} on {socket.gethostname()}: {error}")
-                continue
-            self._ranks[number] = process
-            self._selector.register(process.heartbeat, selectors.EVENT_READ, (number, "heartbeat"))
-            self._selector.register(process.pidfd, selectors.EVENT_READ, (number, "end"))
-            self._send(number, "spawned", process=identify_process(process.pid).to_json())
-        if self._listener:
-            self._listener.close()
-            self._listener = None
+        self._standbys.rest()
+        orders = [
+            RankOrder(
+                rank=int(rank["rank"]),
+                command=_command(message),
+                arguments=message["arguments"],
+                fixed=message["environment"],
+                own=rank["environment"],
+                log=self._log_of(rank),
+            )
+            for rank in message["ranks"]
+        ]
+        listener, self._listener = self._listener, None
+        self._ranks.start(orders, listener)
 
     def _log_of(self, rank: Mapping[str, Any]) -> Path:
         if rank["log"] is not None:
@@ -149,35 +153,14 @@ class Agent:
         self._spool.add(Path(name), rank["log_url"], rank["log_key"])
         return Path(name)
 
-    def _hear_rank(self, number: int, what: str) -> None:
-        process = self._ranks.get(number)
-        if process is None:
-            return
-        lines = process.read_heartbeats()
-        if lines:
-            self._send(number, "lines", lines=lines)
-        if what == "end":
-            self._bury(number, process)
-        elif not process.heartbeat_open:  # its death comes through the pidfd
-            self._selector.unregister(process.heartbeat)
-
-    def _bury(self, number: int, process: RankProcess) -> None:
-        registered = self._selector.get_map()
-        for descriptor in (process.heartbeat, process.pidfd):
-            if descriptor in registered:
-                self._selector.unregister(descriptor)
-        del self._ranks[number]
-        code = process.reap()
-        if self._spool:
+    def _send(self, rank: int, kind: str, /, **fields: Any) -> None:
+        if kind == "exit" and self._spool:
             self._spool.flush()
-        self._send(number, "exit", code=code, tail=process.tail())
-
-    def _await_killed(self) -> None:
-        for number, process in list(self._ranks.items()):
-            self._bury(number, process)
-
-    def _send(self, rank: int, kind: str, **fields: Any) -> None:
         self._channel.send({"kind": kind, "attempt": self._attempt, "rank": rank, **fields})
+
+
+def _command(message: Message) -> list[str]:
+    return [sys.executable if word == THIS_PYTHON else word for word in message["command"]]
 
 
 def rank_environment_of(environ: Mapping[str, str], address: str) -> dict[str, str]:

@@ -1,9 +1,10 @@
-"""One rank process as its agent holds it: spawn, pipes, exit code, log.
+"""Processes as their agent holds them: spawn, pipes, exit code; a rank is one with a number and a log.
 
-Takes the environment of a rank → a process in its own process group, with a heartbeat pipe (rank →
-agent), a lifeline pipe (agent → rank; its end tells the rank that the agent is gone) and its output in
-a log file. Spawned from the agent's one permanent thread, because the parent-death signal that the rank
-asks for follows the creating thread. Linux (pidfd). Own design (DESIGN section 7).
+Takes a command and its environment → a process in its own process group, with a heartbeat pipe
+(process → agent) and a lifeline (agent → process; its end tells the process that the agent is gone).
+The lifeline is a socket, because a standby gets its log and port through it. Spawned from the agent's one
+permanent thread, because the parent-death signal that a rank asks for follows the creating thread.
+Linux (pidfd). Own design (DESIGN section 7).
 """
 
 from __future__ import annotations
@@ -17,81 +18,109 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 TAIL_BYTES = 4000
 TAIL_LINES = 15
 
 
+class Tell(Protocol):
+    """Sends a message about a rank (or about the agent itself, rank -1) to the controller."""
+
+    def __call__(self, rank: int, kind: str, /, **fields: Any) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """What an agent needs to spawn one rank."""
+    """What an agent needs to start one rank.
+
+    Attributes:
+        command: what becomes a rank of this run; `arguments` follow it.
+        fixed: variables that hold for every rank of the run, so that a standby can have them already.
+        own: variables of this rank in this attempt.
+    """
 
     rank: int
     command: Sequence[str]
-    environment: Mapping[str, str]
+    arguments: Sequence[str]
+    fixed: Mapping[str, str]
+    own: Mapping[str, str]
     log: Path
 
+    def open_log(self) -> IO[bytes]:
+        """Raises OSError."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        return self.log.open("ab")
 
-class RankProcess:
-    """A living or ended rank.
+
+class Child:
+    """A living or ended process.
 
     Attributes:
         heartbeat: read end of the heartbeat pipe, non-blocking.
-        heartbeat_open: the rank, or a child of it, still holds the other end.
+        heartbeat_open: the process, or a child of it, still holds the other end.
         pidfd: becomes readable when the process ends.
     """
 
-    def __init__(self, order: RankOrder, environment: Mapping[str, str], listener: socket.socket | None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: IO[bytes],
+        listener: socket.socket | None = None,
+    ) -> None:
         """Spawns the process. `listener` is the socket of MASTER_PORT, inherited by rank 0.
 
         Raises:
-            OSError: the log cannot be opened or the command cannot be run.
+            OSError: the command cannot be run.
         """
-        self.rank = order.rank
-        self.log = order.log
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         self.heartbeat, heartbeat_end = os.pipe()
-        lifeline_end, self._lifeline = os.pipe()
-        inherited = [heartbeat_end, lifeline_end]
+        self._lifeline, lifeline_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        inherited = [heartbeat_end, lifeline_end.fileno()]
         variables = {
             **environment,
-            **order.environment,
             "PRETRAIN_HEARTBEAT_FD": str(heartbeat_end),
-            "PRETRAIN_LIFELINE_FD": str(lifeline_end),
+            "PRETRAIN_LIFELINE_FD": str(lifeline_end.fileno()),
         }
         if listener is not None:
             inherited.append(listener.fileno())
             variables["PRETRAIN_MASTER_FD"] = str(listener.fileno())
         try:
-            with self.log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    list(order.command),
-                    env=variables,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=inherited,
-                    start_new_session=True,
-                )
+            self._process = subprocess.Popen(
+                list(command),
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
         except OSError:
             os.close(self.heartbeat)
-            os.close(self._lifeline)
+            self._lifeline.close()
             raise
         finally:
             os.close(heartbeat_end)
-            os.close(lifeline_end)
+            lifeline_end.close()
         os.set_blocking(self.heartbeat, False)
-        os.set_blocking(self._lifeline, False)
+        self._lifeline.setblocking(False)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.heartbeat_open = True
         self._unparsed = b""
 
     def say(self, word: str) -> None:
-        """Sends a word down the lifeline; a rank that does not read it, or is gone, misses it."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._lifeline, f"{word}\n".encode())
+        """Sends a word down the lifeline; a process that does not read it, or is gone, misses it."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            self._lifeline.send(f"{word}\n".encode())
+
+    def hand_over(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """Sends one message with open files down the lifeline.
+
+        Raises:
+            OSError: the process is gone, does not read, or the message is too long for the socket.
+        """
+        socket.send_fds(self._lifeline, [json.dumps(message).encode()], list(descriptors))
 
     def read_heartbeats(self) -> list[dict[str, Any]]:
         """Lines that came since the last call; a line that is no JSON object is dropped."""
@@ -110,7 +139,7 @@ class RankProcess:
         return parsed
 
     def kill(self) -> None:
-        """SIGKILL to the rank and all it started."""
+        """SIGKILL to the process and all it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -121,21 +150,34 @@ class RankProcess:
         """
         self.kill()
         code = self._process.wait()
-        for descriptor in (self.heartbeat, self._lifeline, self.pidfd):
+        for descriptor in (self.heartbeat, self.pidfd):
             os.close(descriptor)
+        self._lifeline.close()
         return code
 
-    def tail(self) -> str:
-        """The last lines of the rank's log."""
-        return tail_of(self.log)
+
+def spawn_rank(order: RankOrder, inherited: Mapping[str, str], listener: socket.socket | None) -> Child:
+    """A new process for a rank; `listener` is the socket of MASTER_PORT for rank 0.
+
+    Raises:
+        OSError: the log cannot be opened or the command cannot be run.
+    """
+    with order.open_log() as output:
+        command = [*order.command, *order.arguments]
+        return Child(command, {**inherited, **order.fixed, **order.own}, output, listener)
 
 
 def tail_of(log: Path) -> str:
     """The last lines of a log file; empty when there is none."""
     try:
         with log.open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
-            text = stream.read().decode(errors="replace")
+            return tail_of_stream(stream)
     except OSError:
         return ""
+
+
+def tail_of_stream(stream: IO[bytes]) -> str:
+    """The last lines of an open file."""
+    stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
+    text = stream.read().decode(errors="replace")
     return "\n".join(text.splitlines()[-TAIL_LINES:])

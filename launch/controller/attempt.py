@@ -25,7 +25,7 @@ class RankSetting:
     """What all attempts of a run start their ranks with.
 
     Attributes:
-        command: the rank's command; `--run` and `--attempt` are appended.
+        command: the rank's command; `arguments_of` follow it, or `--standby`.
         environment: extra variables; win over the agent's own.
     """
 
@@ -36,8 +36,13 @@ class RankSetting:
     threads_per_rank: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def command_of(self, attempt: int) -> list[str]:
-        return [*self.command, "--run", self.run_url, "--attempt", str(attempt)]
+    def arguments_of(self, attempt: int) -> list[str]:
+        return ["--run", self.run_url, "--attempt", str(attempt)]
+
+    def fixed_environment(self) -> dict[str, str]:
+        """Variables that are the same for every rank of every attempt: what a standby is started with."""
+        variables = {"OMP_NUM_THREADS": self.threads_per_rank, "DS_ACCELERATOR": self.device, "PYTHONUNBUFFERED": 1}
+        return {**self.environment, **{name: str(value) for name, value in variables.items()}}
 
 
 def assign_ranks(slots: Mapping[int, int], num_ranks: int) -> list[RankPlace]:
@@ -73,7 +78,10 @@ def choose_nodes(free: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def rank_environment(setting: RankSetting, place: RankPlace, num_ranks: int, master: tuple[str, int]) -> dict[str, str]:
-    """Variables of one rank, as torchrun would set them and the lease under which it may publish."""
+    """A rank's own variables, as torchrun would set them and the lease under which it may publish.
+
+    They come on top of the fixed ones, and are read after the imports only, so that a standby can take them.
+    """
     variables = {
         "RANK": place.rank,
         "WORLD_SIZE": num_ranks,
@@ -81,9 +89,6 @@ def rank_environment(setting: RankSetting, place: RankPlace, num_ranks: int, mas
         "LOCAL_WORLD_SIZE": place.ranks_per_node,
         "MASTER_ADDR": master[0],
         "MASTER_PORT": master[1],
-        "OMP_NUM_THREADS": setting.threads_per_rank,
-        "DS_ACCELERATOR": setting.device,
         "PRETRAIN_LEASE": setting.lease_token,
-        "PYTHONUNBUFFERED": 1,
     }
-    return {**setting.environment, **{name: str(value) for name, value in variables.items()}}
+    return {name: str(value) for name, value in variables.items()}

@@ -30,6 +30,7 @@ from launch.controller.state import (
     RecordEnd,
     RecordFault,
     RunState,
+    StandBy,
     StartRanks,
     Stop,
 )
@@ -44,7 +45,9 @@ LEASE_EVERY_S = 1.0
 JOURNAL_WITHIN_S = 30.0  # longest wait at the end for a store that takes no journal events
 
 # Events of a rank's heartbeat pipe that belong into the journal.
-RANK_EVENTS = {"restored": EventKind.RESTORED, "committed": EventKind.COMMITTED, "save_failed": EventKind.SAVE_FAILED}
+RANK_EVENTS = {
+    kind.value: kind for kind in (EventKind.RESTORED, EventKind.TRAINING, EventKind.COMMITTED, EventKind.SAVE_FAILED)
+}
 
 
 class Workers(Protocol):
@@ -53,6 +56,7 @@ class Workers(Protocol):
     def free_ranks(self) -> int | None: ...
     def place(self, num_ranks: int) -> None: ...
     def start(self, attempt: int, num_ranks: int) -> None: ...
+    def stand_by(self) -> None: ...
     def say(self, word: str) -> None: ...
     def kill(self) -> None: ...
     def look(self, timeout_s: float) -> News: ...
@@ -73,6 +77,7 @@ def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
         heartbeat_timeout_s=health.heartbeat_timeout_s,
         start_timeout_s=health.start_timeout_s,
         suspect_grace_s=1.0 if one_host else 4.0,
+        standbys=cluster.standbys,
     )
 
 
@@ -168,6 +173,8 @@ class Controller:
                 self._workers.start(attempt, num_ranks)
                 self._log.info("attempt starts", attempt=attempt, ranks=num_ranks, why=why)
                 self.record(EventKind.ATTEMPT_STARTED, attempt=attempt, ranks=num_ranks, host=self._host, why=why)
+            case StandBy():
+                self._workers.stand_by()
             case AskRanks(word):
                 self._workers.say(word)
                 self._log.info("the ranks were asked to save and end")
@@ -218,6 +225,10 @@ class Controller:
             if len(self._processes) == len(self._state.ranks):
                 processes = [{**body, "rank": rank} for rank, body in sorted(self._processes.items())]
                 self.record(EventKind.RANKS_STARTED, attempt=attempt, processes=processes)
+        for note in news.notes:
+            self._log.warning(note)
+        if news.standbys_ready is not None:
+            self.record(EventKind.STANDBYS_READY, attempt=attempt, ranks=news.standbys_ready)
         committed = None
         for _rank, line in news.events:
             fields = {key: value for key, value in line.items() if key not in ("event", "t", "attempt")}

@@ -58,6 +58,7 @@ class AgentView:
     host: str
     address: str
     slots: int
+    standbys: int = 0  # that were asked for and are not known to be ready
 
 
 @dataclass(slots=True)
@@ -72,6 +73,8 @@ class News:
     lost: dict[int, str] = field(default_factory=dict)
     processes: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> identity, as spawned
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # rank, event of its heartbeat pipe
+    standbys_ready: int | None = None  # all that were asked for are ready now; how many
+    notes: list[str] = field(default_factory=list)  # what agents have to say to people
 
 
 class Crew:
@@ -116,6 +119,7 @@ class Crew:
         self._answers = answers = queue.Queue[str]()  # a late answer to an older order is not heard
         missing = num_ranks - sum(agent.slots for agent in self._agents.values())
         if missing <= 0:
+            self._hub.wake_reader()  # the answer is known: nobody need wait for a message
             return
         try:
             self._wanted = choose_nodes(self._free_elsewhere() or {}, missing)
@@ -139,6 +143,14 @@ class Crew:
         self._attempt, self._word = attempt, None
         self._places = assign_ranks({agent.number: agent.slots for agent in self._agents.values()}, num_ranks)
         self._hub.send(self._places[0].agent, {"kind": "reserve", "attempt": attempt})
+
+    def stand_by(self) -> None:
+        """Has a standby made for every rank of the attempt; `standbys_ready` will be news."""
+        command, environment = list(self._setting.command), self._setting.fixed_environment()
+        for agent in self._agents.values():
+            agent.standbys = self._ranks_on(agent)
+            order = {"kind": "standby", "count": agent.standbys, "command": command, "environment": environment}
+            self._hub.send(agent.number, order)
 
     def say(self, word: str) -> None:
         """Sends a word to every rank; those that are just being started get it too."""
@@ -192,8 +204,12 @@ class Crew:
             return
         if kind == "gone":
             self._lose(agent, f"the agent on {agent.host} ended", news)
+        elif kind == "note":
+            news.notes.append(str(message["message"]))
         elif message.get("attempt") != self._attempt:
             return
+        elif kind == "standbys":
+            self._count_standbys(agent, int(message["ready"]), news)
         elif kind == "port":
             self._start_ranks((agent.address, int(message["port"])))
         elif kind == "spawn_failed":
@@ -218,11 +234,27 @@ class Crew:
                 for place in self._places
                 if place.agent == agent.number
             ]
-            command = self._setting.command_of(self._attempt)
-            order = {"kind": "start", "attempt": self._attempt, "command": command, "ranks": ranks}
+            order = {
+                "kind": "start",
+                "attempt": self._attempt,
+                "command": list(self._setting.command),
+                "arguments": self._setting.arguments_of(self._attempt),
+                "environment": self._setting.fixed_environment(),
+                "ranks": ranks,
+            }
             self._hub.send(agent.number, order)
         if self._word is not None:
             self._tell_all({"kind": "word", "word": self._word})
+
+    def _ranks_on(self, agent: AgentView) -> int:
+        return sum(place.agent == agent.number for place in self._places)
+
+    def _count_standbys(self, agent: AgentView, ready: int, news: News) -> None:
+        if ready < self._ranks_on(agent) or not agent.standbys:
+            return
+        agent.standbys = 0
+        if not any(other.standbys for other in self._agents.values()):
+            news.standbys_ready = len(self._places)
 
     def _judge_silence(self, news: News) -> None:
         now = time.monotonic()

@@ -53,6 +53,10 @@ class Hub:
                 channel.send(message)
         self._wake_up()
 
+    def wake_reader(self) -> None:
+        """Ends a wait for the next message with one that says nothing."""
+        self.received.put((0, {"kind": "wake"}))
+
     def silent_s(self, agent: int) -> float:
         """Seconds since the last word of an agent; infinite when its connection is gone."""
         with self._lock:

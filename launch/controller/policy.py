@@ -28,6 +28,7 @@ from launch.controller.state import (
     RecordEnd,
     RecordFault,
     RunState,
+    StandBy,
     StartRanks,
     Stop,
 )
@@ -87,7 +88,9 @@ def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> De
     if seen.placed is not None:
         attempt = state.attempt + 1
         ranks = {rank: RankView(spawned_t=now, heard_t=now, host=host) for rank, host in enumerate(seen.placed)}
-        started = replace(state, phase=Phase.RUNNING, since_t=now, attempt=attempt, asked=False, ranks=ranks)
+        started = replace(
+            state, phase=Phase.RUNNING, since_t=now, attempt=attempt, asked=False, standing_by=False, ranks=ranks
+        )
         return started, [StartRanks(attempt, len(ranks), state.why)]
     if seen.place_failed is not None:
         state = replace(state, asked=False)
@@ -119,7 +122,15 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
         state = replace(state, phase=Phase.SUSPECTING, since_t=now)
     if state.stop and state.stop is not asked_before:
         return state, [AskRanks("stop" if state.stop is Stop.STOP else "drain")]
+    if limits.standbys and _may_stand_by(state):
+        return replace(state, standing_by=True), [StandBy()]
     return state, []
+
+
+def _may_stand_by(state: RunState) -> bool:
+    """Standbys take CPU and disk while they import, so never while an attempt starts, ends or is in doubt."""
+    training = all(view.trained and not view.gone for view in state.ranks.values())
+    return training and state.phase is Phase.RUNNING and not state.stop and not state.standing_by
 
 
 def _find_fault(state: RunState, seen: Observation, now: float, limits: Limits) -> Fault | None:

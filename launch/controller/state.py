@@ -56,6 +56,7 @@ class Limits:
     kill_grace_s: float = 15.0  # wait for killed ranks to be gone
     placing_grace_s: float = 5.0  # wait for all ranks before starting with fewer
     stop_timeout_s: float = 600.0  # from asking ranks to save until they are killed
+    standbys: bool = False  # keep a standby for every rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class RunState:
     since_t: float = 0.0  # when the phase began
     attempt: int = 0  # number of the current or last attempt
     asked: bool = False  # slots were asked for and no answer has come yet
+    standing_by: bool = False  # standbys were asked for in this attempt
     ranks: Mapping[int, RankView] = field(default_factory=dict)
     failures: Mapping[Cause, int] = field(default_factory=dict)  # since the last committed progress
     committed_step: int = -1
@@ -178,6 +180,11 @@ class StartRanks:
     attempt: int
     num_ranks: int
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandBy:
+    """Have a standby made for every rank: the attempt trains, and the next one should start from warm processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,4 +225,4 @@ class Finish:
     outcome: Outcome
 
 
-Action = Place | StartRanks | AskRanks | KillRanks | RecordFault | RecordEnd | Finish
+Action = Place | StartRanks | StandBy | AskRanks | KillRanks | RecordFault | RecordEnd | Finish

@@ -482,6 +482,11 @@ class ClusterConfig(Section):
     max_node_failures: Count = setting("restarts for lost nodes, counted likewise", resume="free", default=10)
     max_hangs: Count = setting("restarts for hung ranks, counted likewise", resume="free", default=3)
     backoff_s: Seconds = setting("first wait before a restart; doubles, up to 60 s", resume="free", default=0.5)
+    standbys: Flag = setting(
+        "keep a process per rank that has imported everything (0.3 GB each), so that a restart takes a second",
+        resume="free",
+        default=True,
+    )
     environment: dict[str, str] = setting("extra environment of the ranks", resume="logged", default={})
 
 

@@ -7,11 +7,21 @@ they train; other work on the machine makes the number lower and MFU higher than
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import re
+import socket
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
+
+from pretrain.errors import StoreError
+from pretrain.store import Store
+
+PEAK_KEY = "metrics/peak.json"
 
 # Dense bf16 FLOP/s without sparsity, by words of the device's name; vendor data sheets.
 _CUDA_PEAK_BF16 = (
@@ -49,6 +59,25 @@ def peak_flops_per_rank(
     if device.type == "cuda" and precision == "bf16":
         return cuda_peak_bf16(torch.cuda.get_device_name(device))
     return None
+
+
+def remembered_peak(store: Store, device: torch.device, measure: Callable[[], float | None]) -> float | None:
+    """What `measure` gave on this host with this many threads before in this run; measured and kept if it did not.
+
+    Measuring takes 0.4 s, which a restart should not pay, and a run's MFU has one denominator. Only a CPU's is kept.
+    """
+    if device.type != "cpu":
+        return measure()
+    here = {"host": socket.gethostname(), "threads": torch.get_num_threads()}
+    with contextlib.suppress(StoreError, ValueError, TypeError, KeyError):
+        kept = json.loads(store.get(PEAK_KEY))
+        if {name: kept[name] for name in here} == here and math.isfinite(kept["flops"]) and kept["flops"] > 0:
+            return float(kept["flops"])
+    flops = measure()
+    if flops is not None:
+        with contextlib.suppress(StoreError):  # it is measured again, at worst
+            store.put(PEAK_KEY, json.dumps({**here, "flops": flops}).encode())
+    return flops
 
 
 def cuda_peak_bf16(name: str) -> float | None:

@@ -28,8 +28,10 @@ class EventKind(StrEnum):
     CREATED = "created"
     CONFIG_CHANGED = "config_changed"  # changes
     ATTEMPT_STARTED = "attempt_started"  # attempt, ranks, host, why
-    RANKS_STARTED = "ranks_started"  # attempt, processes: identities with rank
+    RANKS_STARTED = "ranks_started"  # attempt, processes: identities with rank, standby
     RESTORED = "restored"  # attempt, checkpoint, step
+    TRAINING = "training"  # attempt, step: its first one is done, stages: seconds of the start of rank 0
+    STANDBYS_READY = "standbys_ready"  # attempt, ranks: the next attempt can start from so many warm processes
     COMMITTED = "committed"  # attempt, step, checkpoint
     SAVE_FAILED = "save_failed"  # attempt, step, checkpoint, message
     FAULT = "fault"  # attempt, cause, rank, exit_code, message

@@ -22,7 +22,7 @@ from pretrain.engine.distributed import vote
 from pretrain.engine.engine import Engine
 from pretrain.errors import PretrainError, StoreError, UserError
 from pretrain.log import Log
-from pretrain.metrics.peak import peak_flops_per_rank
+from pretrain.metrics.peak import peak_flops_per_rank, remembered_peak
 from pretrain.metrics.sinks import Sink, open_sinks
 from pretrain.metrics.throughput import Throughput
 from pretrain.model.attention import explain_attention
@@ -85,9 +85,9 @@ class Training:
 
     def start_clock(self) -> None:
         """Begins to measure speed; the start of the process does not count."""
-        peak = peak_flops_per_rank(
-            self.config.metrics.peak_flops_per_rank, self.place.device, self.config.engine.precision
-        )
+        configured, device = self.config.metrics.peak_flops_per_rank, self.place.device
+        precision = self.config.engine.precision
+        peak = remembered_peak(self.place.run.store, device, lambda: peak_flops_per_rank(configured, device, precision))
         self.throughput = Throughput(
             flops_per_step=training_flops_per_step(self.config.model, self.config.batch),
             peak_flops=peak and peak * self.place.world.size,
@@ -158,6 +158,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
     vote(not isinstance(problem, UserError), str(problem), error=UserError)
     vote(problem is None, str(problem), error=StoreError)
     assert loader is not None
+    place.heartbeat.stage("data")
     if place.world.is_main:
         log.info(f"data\n{loader.describe()}")
         log.info(
@@ -173,7 +174,9 @@ def build_training(config: RunConfig, place: Place) -> Training:
         seed=config.seed,
         activation_checkpointing=config.engine.activation_checkpointing,
     )
+    place.heartbeat.stage("model")
     engine = Engine(model, config, place.world, place.device)
+    place.heartbeat.stage("engine")
     tier = open_memory_tier(config.checkpoint, place.run, engine, place.world)
     saver = Saver(
         place.run.checkpoints,

@@ -33,11 +33,14 @@ from pretrain.train.build import Place, build_training
 from pretrain.train.loop import train
 from pretrain.train.reporter import JournalReporter, PipeReporter, Reporter, SilentReporter
 from pretrain.train.stop import StopFlag
-from pretrain.train.watch import Heartbeat, Watchdog, die_with_parent
+from pretrain.train.watch import Heartbeat, Watchdog, descriptor, die_with_parent, process_began
 
 
-def run_under_agent(run_url: str, attempt: int) -> ExitCode:
+def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -> ExitCode:
     """One rank of an attempt that a controller started.
+
+    Args:
+        began: monotonic time at which this process became a rank; its own start if not given.
 
     Raises:
         PretrainError: of whichever room refuses.
@@ -46,16 +49,24 @@ def run_under_agent(run_url: str, attempt: int) -> ExitCode:
     world = World.from_environment()
     log = Log(world.rank)
     stop = StopFlag(log)
-    stop.watch_lifeline(_descriptor("PRETRAIN_LIFELINE_FD"))
+    stop.watch_lifeline(descriptor("PRETRAIN_LIFELINE_FD"))
     stop.watch_signals()
-    heartbeat = Heartbeat(_descriptor("PRETRAIN_HEARTBEAT_FD"))
+
+    def on_training(step: int, stages: dict[str, float]) -> None:
+        log.info("training", step=step, **stages)
+        if world.is_main:
+            heartbeat.event("training", attempt=attempt, step=step, stages=stages)
+
+    heartbeat = Heartbeat(descriptor("PRETRAIN_HEARTBEAT_FD"), began=began or process_began(), on_training=on_training)
     heartbeat.phase("start", 0)
+    heartbeat.stage("imports")
     run = RunDirectory.locate(run_url)
     config = run.config()
     lease = Lease.borrow(run.store, os.environ.get("PRETRAIN_LEASE", ""))
     reporter: Reporter = PipeReporter(heartbeat) if world.is_main else SilentReporter()
     device = _prepare_device(config, world)
     with _process_group(config, world, device):
+        heartbeat.stage("process_group")
         place = Place(run, world, device, attempt, lease.check, reporter, heartbeat, stop, log)
         return _train_here(config, place)
 
@@ -165,16 +176,6 @@ def _report_failure(reporter: Reporter, error: PretrainError) -> None:
 
 def _never_publishes() -> None:
     """Guard of ranks other than 0 in a standalone run: only rank 0 publishes."""
-
-
-def _descriptor(variable: str) -> int:
-    value = os.environ.get(variable, "")
-    if not value.isdigit():
-        raise UserError(
-            f"{variable}={value!r} is not a file descriptor. --run is how agents start ranks. "
-            "To train in this process use python -m pretrain CONFIG."
-        )
-    return int(value)
 
 
 def _prepare_device(config: RunConfig, world: World) -> torch.device:

@@ -15,28 +15,62 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-from pretrain.errors import ExitCode
+from pretrain.errors import ExitCode, UserError
 from pretrain.log import Log
+from pretrain.rundir import this_process
 
 _PR_SET_PDEATHSIG = 1
 
 
 class Heartbeat:
-    """Phase changes and events of this rank, one JSON object per line."""
+    """Phase changes and events of this rank, one JSON object per line.
 
-    def __init__(self, fd: int | None = None) -> None:
+    Attributes:
+        stages: seconds of each stage of the rank's start, in order; complete when its first step is done.
+    """
+
+    def __init__(
+        self,
+        fd: int | None = None,
+        *,
+        began: float | None = None,
+        on_training: Callable[[int, dict[str, float]], None] = lambda step, stages: None,
+    ) -> None:
+        """
+        Args:
+            began: monotonic time at which the start began; now if not given.
+            on_training: called once, with the step that was done first and the stages.
+        """
         self._fd = fd
+        self._on_training = on_training
+        self._first_step: int | None = None
         self.phase_name = "start"
         self.step = 0
         self.collective = 0
         self.changed_at = time.monotonic()
+        self.stages: dict[str, float] = {}
+        self._stage_t = self.changed_at if began is None else began
         if fd is not None:
             os.set_blocking(fd, False)
 
+    def stage(self, name: str) -> None:
+        """A stage of the start is done."""
+        now = time.monotonic()
+        self.stages[f"{name}_s"] = round(now - self._stage_t, 4)
+        self._stage_t = now
+
     def phase(self, name: str, step: int, *, collective: bool = False) -> None:
         """The loop enters a phase; `collective` counts those in which ranks wait for each other."""
+        if self.phase_name == "start" and name != "start":
+            self.stage("restore")
+            self._first_step = step
+        elif self._first_step is not None and step > self._first_step:
+            self._first_step = None
+            self.stage("first_step")
+            self._on_training(step, self.stages)
         self.phase_name, self.step, self.changed_at = name, step, time.monotonic()
         self.collective += collective
         self._send({"phase": name, "step": step, "collective": self.collective, "t": time.time()})
@@ -44,6 +78,10 @@ class Heartbeat:
     def event(self, kind: str, **fields: Any) -> None:
         """Something for the journal; lost if the pipe is full, so it is never the only record."""
         self._send({"event": kind, "t": time.time(), **fields})
+
+    def standby(self, word: str) -> None:
+        """A process that is no rank yet says `ready` (all is imported) or `taken` (it is a rank from now on)."""
+        self._send({"standby": word})
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._fd is None:
@@ -80,3 +118,23 @@ def die_with_parent() -> None:
     """Asks Linux to kill this process when the thread that created it ends; the rank calls it itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def process_began() -> float:
+    """Monotonic time at which this process was started, within a clock tick; now where nobody tells."""
+    now = time.monotonic()
+    if sys.platform != "linux":
+        return now
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - this_process().start_time / os.sysconf("SC_CLK_TCK")
+    return now - max(0.0, age_s)
+
+
+def descriptor(variable: str) -> int:
+    """The file descriptor that an agent named in `variable`. Raises UserError."""
+    value = os.environ.get(variable, "")
+    if not value.isdigit():
+        raise UserError(
+            f"{variable}={value!r} is not a file descriptor. --run is how agents start ranks. "
+            "To train in this process use python -m pretrain CONFIG."
+        )
+    return int(value)

@@ -2,6 +2,7 @@
 
 Driven by the variable FAKE, JSON: steps, step_s, commit_every, and faults, a list of
 {attempt, rank, step, do}, where do is `exit:N`, `signal:N`, `hang`, or `slow:S` (once, S seconds).
+As a standby it imports nothing; `standby` in FAKE is what it does instead, `exit:N` or `slow:S`.
 Its whole state is the file `fake.step` in the run directory, so a restart goes on from the last commit.
 """
 
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pretrain.train.standby import stand_by
 from pretrain.train.watch import Heartbeat, die_with_parent
 
 
@@ -51,7 +53,8 @@ class Rank:
 
     def commit(self, step: int) -> None:
         if self.rank == 0:
-            (self.run / "fake.step").write_text(str(step))
+            (self.run / "fake.new").write_text(str(step))
+            os.replace(self.run / "fake.new", self.run / "fake.step")
             name = f"step-{step:08d}-a{self.attempt:03d}"
             self.heartbeat.event("committed", step=step, checkpoint=name, attempt=self.attempt)
 
@@ -82,12 +85,24 @@ class Rank:
         return 0
 
 
+def prepare() -> None:
+    kind, _, number = json.loads(os.environ["FAKE"]).get("standby", "").partition(":")
+    if kind == "exit":
+        raise SystemExit(int(number))
+    if kind == "slow":
+        time.sleep(float(number))
+
+
 def main() -> int:
     die_with_parent()
+    arguments = sys.argv[1:]
+    if arguments == ["--standby"]:
+        heartbeat = Heartbeat(int(os.environ["PRETRAIN_HEARTBEAT_FD"]))
+        arguments = stand_by(int(os.environ["PRETRAIN_LIFELINE_FD"]), heartbeat, [prepare])
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path)
     parser.add_argument("--attempt", type=int)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if os.environ["RANK"] == "0":
         listener = socket.socket(fileno=int(os.environ["PRETRAIN_MASTER_FD"]))
         assert listener.getsockname()[1] == int(os.environ["MASTER_PORT"])

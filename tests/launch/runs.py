@@ -42,6 +42,7 @@ def write_config(folder: Path, name: str = "run", *, fake: dict[str, Any], **clu
         "cluster": {
             "num_ranks": 2,
             "backoff_s": 0.1,
+            "standbys": False,
             "environment": {"FAKE": json.dumps(fake), "PYTHONPATH": str(ROOT)},
             **cluster,
         },

@@ -238,7 +238,8 @@ def test_the_agent_kills_its_ranks_when_the_controller_is_gone(tmp_path: Path) -
     number, hello = hub.received.get(timeout=20.0)
     assert hello["node"] == "n"
     rank = {"rank": 0, "environment": {}, "log": str(tmp_path / "log"), "log_url": None, "log_key": None}
-    hub.send(number, {"kind": "start", "attempt": 1, "command": ["sleep", "1000"], "ranks": [rank]})
+    order = {"kind": "start", "attempt": 1, "command": ["sleep"], "arguments": ["1000"], "environment": {}}
+    hub.send(number, {**order, "ranks": [rank]})
     message: dict[str, Any] = {}
     while message.get("kind") != "spawned":
         _, message = hub.received.get(timeout=10.0)

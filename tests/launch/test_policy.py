@@ -28,6 +28,7 @@ from launch.controller.state import (
     RecordEnd,
     RecordFault,
     RunState,
+    StandBy,
     StartRanks,
     Stop,
 )
@@ -110,6 +111,29 @@ def test_a_killed_rank_is_blamed_by_name_host_and_signal_and_the_others_are_kill
     assert "rank 1 on host1 was ended by signal 9, likely out of memory" in play.faults[0].text
     assert "at step 4" in play.faults[0].text
     assert "last words" in play.faults[0].text
+
+
+def test_standbys_are_asked_for_once_an_attempt_and_only_when_every_rank_trains() -> None:
+    play = Play(replace(LIMITS, standbys=True)).start()
+    play.train(5)  # the first step is not done yet
+    play.see(beats=(Beat(0, "step", 6),))
+    assert StandBy() not in play.actions
+    assert play.see(beats=(Beat(1, "step", 6),)) == [StandBy()]
+    play.train(7, 8)
+    assert play.actions.count(StandBy()) == 1
+    play.crash()
+    play.restart()
+    assert play.actions.count(StandBy()) == 1
+    play.train(5, 6)
+    assert play.actions.count(StandBy()) == 2
+
+
+def test_nothing_stands_by_for_a_run_that_is_asked_to_end_or_does_not_want_it() -> None:
+    asked = Play(replace(LIMITS, standbys=True)).start()
+    asked.see(stop=Stop.STOP)
+    asked.train(5, 6)
+    unwanted = Play().start().train(5, 6)
+    assert StandBy() not in asked.actions + unwanted.actions
 
 
 def test_the_next_attempt_waits_for_all_ranks_to_be_gone_and_for_the_backoff() -> None:
