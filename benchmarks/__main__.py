@@ -18,6 +18,7 @@ from benchmarks.result import as_json, as_table
 BENCHMARKS = {
     "step": (2, "tokens/s of a training step against a bare PyTorch loop; ZeRO-2 and ZeRO-3 beside it"),
     "loss": (2, "fused linear cross-entropy against plain: time and peak memory"),
+    "attention": (2, "packed documents against a dense mask; growth of peak memory with the length"),
     "loader": (1, "tokens/s from shards against webdataset and a memory map; time to resume"),
     "checkpoint": (2, "stall and bandwidth of a save against a memory copy, DeepSpeed's save and a plain write"),
     "recover": (1, "kill -9 of a rank to the next finished step of pretrain train"),
