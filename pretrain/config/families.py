@@ -1,0 +1,175 @@
+"""The model section of a config: one class per family, and what all share."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from pretrain.config.section import Section, setting
+from pretrain.config.units import Flag, Fraction, PositiveInt, PositiveReal
+
+AttentionBackend = Literal[
+    "auto", "varlen", "varlen_fa2", "varlen_fa3", "varlen_fa4", "flash", "split", "flex", "qblock", "sdpa", "reference"
+]
+
+
+Layout = Literal["decoder", "encoder_decoder", "encoder"]
+
+
+class ModelConfig(Section):
+    """What all families share.
+
+    Attributes:
+        layout: which sides a family has, and so which objectives train it.
+    """
+
+    layout: ClassVar[Layout]
+    vocabulary_size: PositiveInt = setting("V, at least the tokenizer's", resume="refused")
+    width: PositiveInt = setting("D, model width", resume="refused")
+    num_heads: PositiveInt = setting("H, query heads", resume="refused")
+    feed_forward_width: PositiveInt = setting("F, hidden width of the feed-forward block", resume="refused")
+    tied_embeddings: Flag = setting("input and output embedding are one tensor", resume="refused", default=True)
+    dropout: Fraction = setting(
+        "dropout on embeddings and sublayer outputs, keyed by (seed, step, micro-batch)",
+        resume="logged",
+        default=0.0,
+        lt=1,
+    )
+    attention: AttentionBackend = setting(
+        "attention backend; auto chooses and logs, a named one that cannot run is an error",
+        resume="logged",
+        default="auto",
+    )
+
+
+class LinearRope(Section):
+    """Every rotary frequency divided by the factor (position interpolation)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+
+
+class NtkRope(Section):
+    """A larger base: the lowest frequency is divided by the factor, the highest stays (NTK-aware)."""
+
+    kind: Literal["ntk"] = "ntk"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+
+
+class YarnRope(Section):
+    """Low frequencies divided, high ones kept, a ramp between, and sharper attention (YaRN)."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+    original_sequence_length: PositiveInt = setting("tokens of the training before the scaling", resume="logged")
+    beta_fast: PositiveReal = setting(
+        "turns within the original length above which a frequency is kept", resume="logged", default=32.0
+    )
+    beta_slow: PositiveReal = setting(
+        "turns within the original length below which a frequency is divided", resume="logged", default=1.0
+    )
+    attention_factor: PositiveReal | None = setting(
+        "factor of cos and sin; none means 0.1 ln(factor) + 1", resume="logged", default=None
+    )
+
+
+class Llama3Rope(Section):
+    """Long waves divided by the factor, short ones kept, a smooth change between (Llama 3.1)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: PositiveReal = setting("how many times longer sequences become, at least 1", resume="logged", ge=1)
+    original_sequence_length: PositiveInt = setting("tokens of the training before the scaling", resume="logged")
+    low_freq_factor: PositiveReal = setting(
+        "waves longer than the original length / this are divided", resume="logged", default=1.0
+    )
+    high_freq_factor: PositiveReal = setting(
+        "waves shorter than the original length / this are kept", resume="logged", default=4.0
+    )
+
+
+RopeScaling = Annotated[LinearRope | NtkRope | YarnRope | Llama3Rope, Field(discriminator="kind")]
+
+
+class DecoderConfig(ModelConfig):
+    """Decoder-only: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    layout: ClassVar[Layout] = "decoder"
+    family: Literal["decoder"] = "decoder"
+    num_layers: PositiveInt = setting("decoder layers", resume="refused")
+    num_kv_heads: PositiveInt | None = setting(
+        "G, key/value heads; must divide num_heads; none means num_heads", resume="refused", default=None
+    )
+    head_width: PositiveInt | None = setting(
+        "K, width of a head; none means width / num_heads", resume="refused", default=None
+    )
+    qk_norm: Flag = setting("RMSNorm on queries and keys per head, before RoPE", resume="refused", default=False)
+    rope_theta: PositiveReal = setting("base of the rotary frequencies", resume="refused", default=10000.0)
+    rope_scaling: RopeScaling | None = setting(
+        "scaling of the rotary frequencies for longer sequences; none keeps them", resume="logged", default=None
+    )
+    norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-5)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+
+
+class EncoderDecoderConfig(ModelConfig):
+    """The 2017 Transformer: post-norm, sinusoidal positions, cross-attention, biases, ReLU."""
+
+    layout: ClassVar[Layout] = "encoder_decoder"
+    family: Literal["encoder_decoder"] = "encoder_decoder"
+    num_encoder_layers: PositiveInt = setting("encoder layers", resume="refused")
+    num_decoder_layers: PositiveInt = setting("decoder layers", resume="refused")
+    norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-6)
+
+
+class EncoderConfig(ModelConfig):
+    """Encoder-only as BERT: post-norm, learned positions, biases, GELU, a transform before the vocabulary."""
+
+    layout: ClassVar[Layout] = "encoder"
+    family: Literal["encoder"] = "encoder"
+    num_layers: PositiveInt = setting("encoder layers", resume="refused")
+    max_length: PositiveInt = setting(
+        "learned positions: the longest document, at least batch.sequence_length", resume="refused"
+    )
+    norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-12)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+
+
+class GPT2Config(ModelConfig):
+    """Decoder-only as GPT-2: pre-norm LayerNorm, learned positions, biases, GELU in its tanh form."""
+
+    layout: ClassVar[Layout] = "decoder"
+    family: Literal["gpt2"] = "gpt2"
+    num_layers: PositiveInt = setting("decoder layers", resume="refused")
+    max_length: PositiveInt = setting(
+        "learned positions: the longest document, at least batch.sequence_length", resume="refused"
+    )
+    norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-5)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+
+
+class T5Config(ModelConfig):
+    """T5: pre-norm RMSNorm, relative biases, no other biases; tied = v1.0 (output scaled), untied as in v1.1."""
+
+    layout: ClassVar[Layout] = "encoder_decoder"
+    family: Literal["t5"] = "t5"
+    num_encoder_layers: PositiveInt = setting("encoder layers", resume="refused")
+    num_decoder_layers: PositiveInt = setting("decoder layers", resume="refused")
+    head_width: PositiveInt | None = setting(
+        "K, width of a head; none means width / num_heads", resume="refused", default=None
+    )
+    feed_forward: Literal["relu", "gated_gelu"] = setting(
+        "relu as in v1.0, gated_gelu as in v1.1", resume="refused", default="gated_gelu"
+    )
+    num_buckets: PositiveInt = setting(
+        "buckets of the relative bias: an even number of at least 4", resume="refused", default=32
+    )
+    max_distance: PositiveInt = setting(
+        "tokens from which on all distances share the last bucket", resume="refused", default=128
+    )
+    norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-6)
+
+
+AnyModelConfig = Annotated[
+    DecoderConfig | EncoderDecoderConfig | EncoderConfig | GPT2Config | T5Config, Field(discriminator="family")
+]
