@@ -11,6 +11,8 @@ from pretrain.errors import CheckpointError, ExitCode
 if TYPE_CHECKING:
     from pretrain.store import Store
 
+_RUN_HELP = "name of a run, or its path or URL"
+
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -19,14 +21,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Looks at the checkpoints of a run, and says which are kept. Needs no cluster.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    run_help = "path or URL of a run, or its name under PRETRAIN_HOME"
+    _register_looking(actions)
+    _register_keeping(actions)
 
+
+def _register_looking(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     listing = actions.add_parser(
         "list",
         help="show what is there, newest first",
         description="Lists the checkpoints of a run, newest first. Looks at manifests and sizes, not at content.",
     )
-    listing.add_argument("run", metavar="RUN", help=run_help)
+    listing.add_argument("run", metavar="RUN", help=_RUN_HELP)
     listing.add_argument("--json", action="store_true", help="print JSON")
     listing.set_defaults(handler="launch.commands.checkpoint:list_")
 
@@ -35,7 +40,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="read and hash every byte",
         description="Verifies checkpoints by the sha256 of every file. Exit code 2 if one is damaged.",
     )
-    verify.add_argument("run", metavar="RUN", help=run_help)
+    verify.add_argument("run", metavar="RUN", help=_RUN_HELP)
     verify.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="name of one; default: all published ones")
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(handler="launch.commands.checkpoint:verify")
@@ -51,12 +56,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     diff.add_argument("--json", action="store_true", help="print JSON")
     diff.set_defaults(handler="launch.commands.checkpoint:diff")
 
+
+def _register_keeping(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export = actions.add_parser(
         "export",
         help="write a Hugging Face directory",
         description="Writes a checkpoint's weights, config and tokenizer as a directory that transformers loads.",
     )
-    export.add_argument("run", metavar="RUN", help=run_help)
+    export.add_argument("run", metavar="RUN", help=_RUN_HELP)
     export.add_argument("--checkpoint", metavar="CHECKPOINT", help="name of one; default: the newest")
     export.add_argument("--out", metavar="DIR", required=True, help="directory that does not exist yet")
     export.add_argument(
@@ -70,7 +77,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             help=what,
             description=f"{what[0].upper()}{what[1:]}. The newest good checkpoint is kept in any case.",
         )
-        parser.add_argument("run", metavar="RUN", help=run_help)
+        parser.add_argument("run", metavar="RUN", help=_RUN_HELP)
         parser.add_argument("checkpoint", metavar="CHECKPOINT", help="name of one, as list shows it")
         parser.set_defaults(handler=f"launch.commands.checkpoint:{action}")
 

@@ -27,7 +27,7 @@ def gradients(model: nn.Module, *batches: Batch) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("attention", ["split", "sdpa", "reference"])
+@pytest.mark.parametrize("attention", ["auto", "qblock", "sdpa", "reference"])
 def test_packed_gradients_equal_those_of_the_documents_alone(family: str, attention: str) -> None:
     config = FAMILIES[family](attention=attention)
     model, batch = build(config), batch_for(config)

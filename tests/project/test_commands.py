@@ -20,6 +20,7 @@ COMMANDS = {
     "checkpoint verify": ["--json", "-h"],
     "data build": ["-h"],
     "data explain": ["--json", "-h"],
+    "data reindex": ["--json", "-h"],
     "data stats": ["--json", "-h"],
     "data verify": ["--json", "-h"],
     "dashboard": ["--home", "--host", "--port", "-h"],
