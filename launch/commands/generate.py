@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     text = _read_text(args)
     config = directory.config()
     name = args.checkpoint or newest_checkpoint(directory.checkpoints)
-    tokenizer = _tokenizer(directory, config)
+    tokenizer = tokenizer_of(directory, config)
     model = load_model(config, read_weights(directory.checkpoints, name), f"{directory.url}/checkpoints/{name}")
     written = generate_text(model, config.model, tokenizer, text, sampling=sampling, max_tokens=args.max_tokens)
     if args.json:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _tokenizer(directory: RunDirectory, config: RunConfig) -> Tokenizer:
+def tokenizer_of(directory: RunDirectory, config: RunConfig) -> Tokenizer:
     """The run's own copy; the config's path for runs that have not made one yet."""
     from pretrain.data.tokenizer import Tokenizer
     from pretrain.store import NotFoundError

@@ -26,6 +26,7 @@ COMMANDS = {
     "dashboard": ["--home", "--host", "--port", "-h"],
     "doctor": ["--json", "-h"],
     "generate": ["--json", "-h"],
+    "inspect attention": ["--checkpoint", "--json", "--layer", "--out", "--prompt", "--target", "-h"],
     "list": ["--json", "-h"],
     "logs": ["--rank", "-f", "-h"],
     "prove": ["--json", "--kills", "-h"],

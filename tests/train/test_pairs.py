@@ -44,3 +44,14 @@ def test_a_tiny_encoder_decoder_learns_pairs_until_it_writes_every_target(
     for source, target in pairs[::7]:
         assert cli.main(["generate", str(tmp_path / "runs" / "pairs"), "--source", source, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["text"].strip() == target
+    _the_heads_can_be_looked_at(tmp_path / "runs" / "pairs", capsys)
+
+
+def _the_heads_can_be_looked_at(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    looked = [*("inspect", "attention", str(run), "--source", "the red cat sees the small tree and the blue bird")]
+    assert cli.main([*looked, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert {head["layer"].partition(".")[0] for head in body["heads"]} >= {"encoder", "cross"}
+    assert Path(body["picture"]).read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*looked, "--layer", "decoder.9"]) == 2
+    assert "--layer=decoder.9 does not exist. This model has encoder.0," in capsys.readouterr().err

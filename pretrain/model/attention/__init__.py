@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from pretrain.model.attention.need import Need
+from pretrain.model.attention.observe import AttentionCall, tell_observer
 from pretrain.model.attention.padding import attend_without_padding
 from pretrain.model.attention.rules import AttentionRules, RelativeBias
 from pretrain.model.attention.select import BACKENDS, Choice, backend_names, choose_backend, explain_attention
@@ -53,6 +54,7 @@ def attend(
     k_info = q_info if k_info is None else k_info
     _check(q_THK, k_TGK, q_info, k_info, window)
     rules = AttentionRules(causal, scale, window, softcap, bias)
+    tell_observer(lambda: AttentionCall(q_THK, k_TGK, q_info, k_info, rules))
     name = choose_backend(backend, _need(q_THK, q_info, k_info, rules)).backend
     # flex skips padding by itself and wants a fixed T, but not a plan without a block.
     if q_info.padding and (name != "flex" or len(q_info.lengths) == 1):

@@ -1,0 +1,143 @@
+"""`pretrain inspect attention RUN`: what the heads of a trained model look at."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.errors import ExitCode, UserError
+
+if TYPE_CHECKING:
+    from pretrain.generate.attention import Inspection
+    from pretrain.metrics.attention_plot import EntropyGrid, HeadPicture
+
+DESCRIPTION = """\
+Draws attention maps and the entropy of every head for a text, and warns of heads that collapsed to near-uniform or to
+one position, and of a wrong scale. Weights come from the newest checkpoint, in fp32 on the CPU. An encoder-decoder
+reads --prompt as its source; without --target it writes one itself. Without --layer the last layer of each kind is
+drawn; the numbers are always of all.
+
+  pretrain inspect attention quickstart --prompt 'def add(a, b): return a + b' --layer decoder.0"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("inspect", help="look into a trained model")
+    kinds = parser.add_subparsers(dest="kind", metavar="WHAT", required=True)
+    attention = kinds.add_parser(
+        "attention",
+        help="maps and entropies of the heads as a picture",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    attention.add_argument("run", metavar="RUN", help="name or path of the run")
+    attention.add_argument("--prompt", "--source", dest="prompt", required=True, metavar="TEXT", help="text to read")
+    attention.add_argument("--target", metavar="TEXT", help="target to read with it; encoder-decoders only")
+    attention.add_argument("--checkpoint", metavar="NAME", help="checkpoint to use (default: the newest)")
+    attention.add_argument(
+        "--layer", action="append", metavar="NAME", help="layer to draw, such as decoder.0 or cross.5; may be repeated"
+    )
+    attention.add_argument("--out", metavar="PATH", help="the picture (default: RUN/plots/attention-CHECKPOINT.png)")
+    attention.add_argument("--json", action="store_true", help="print JSON")
+    attention.set_defaults(handler="launch.commands.inspect:run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Loads run, tokenizer and weights, looks, draws, prints facts and warnings."""
+    from launch.commands.generate import tokenizer_of
+    from pretrain.checkpoint import newest_checkpoint, read_weights
+    from pretrain.generate.attention import inspect_attention
+    from pretrain.generate.load import load_model
+    from pretrain.metrics.attention_plot import draw_attention
+    from pretrain.rundir import RunDirectory
+
+    directory = RunDirectory.locate(args.run)
+    config = directory.config()
+    name = args.checkpoint or newest_checkpoint(directory.checkpoints)
+    model = load_model(config, read_weights(directory.checkpoints, name), f"{directory.url}/checkpoints/{name}")
+    found = inspect_attention(model, config.model, tokenizer_of(directory, config), args.prompt, args.target)
+    heads = _pictures(found, _layers_to_draw(found, args.layer))
+    picture = draw_attention(f"{directory.name}, {name}", _entropies(found), heads)
+    if args.out is None:
+        key = f"plots/attention-{name}.png"
+        directory.store.put(key, picture)
+        where = f"{directory.url}/{key}"
+    else:
+        where = _write(Path(args.out), picture)
+    _report(found, args, directory.name, name, where)
+    return ExitCode.DONE
+
+
+def _report(found: Inspection, args: argparse.Namespace, run_name: str, checkpoint: str, where: str) -> None:
+    from launch.tables import format_table
+
+    if args.json:
+        body = {"run": run_name, "checkpoint": checkpoint, "picture": where, "warnings": found.warnings}
+        print(json.dumps({**body, "heads": [asdict(fact) for fact in found.facts]}, indent=2, ensure_ascii=False))
+        return
+    header = ["layer", "head", "entropy", "of uniform", "largest score", "top position", "its share"]
+    rows = [
+        [
+            fact.layer, str(fact.head), f"{fact.entropy:.2f}", f"{fact.entropy_fraction:.0%}",
+            f"{fact.largest_score:.3g}", str(fact.top_position), f"{fact.top_share:.0%}",
+        ]
+        for fact in found.facts
+    ]  # fmt: skip
+    if rows:
+        print(format_table(header, rows))
+    else:
+        print("no query sees 8 keys: the text is too short for entropies; the maps are drawn")
+    for warning in found.warnings:
+        print(f"warning: {warning}")
+    print(where)
+
+
+def _layers_to_draw(found: Inspection, asked: list[str] | None) -> list[str]:
+    """The layers by name; the last of each kind when none is asked for.
+
+    Raises:
+        UserError: a layer that the model does not have.
+    """
+    names = [item.name for item in found.maps]
+    if asked is None:
+        return list({name.partition(".")[0]: name for name in names}.values())
+    unknown = [name for name in asked if name not in names]
+    if unknown:
+        raise UserError(f"--layer={unknown[0]} does not exist. This model has {', '.join(names)}. Name one of them.")
+    return asked
+
+
+def _pictures(found: Inspection, layers: list[str]) -> list[HeadPicture]:
+    from pretrain.metrics.attention_plot import HeadPicture
+
+    return [
+        HeadPicture(f"{item.name} head {head}", item.weights[head].numpy(), *found.labels(item))
+        for name in layers
+        for item in found.maps
+        if item.name == name
+        for head in range(item.weights.shape[0])
+    ]
+
+
+def _entropies(found: Inspection) -> EntropyGrid:
+    from pretrain.metrics.attention_plot import EntropyGrid
+
+    known = {(fact.layer, fact.head): fact.entropy_fraction for fact in found.facts}
+    return EntropyGrid(
+        [item.name for item in found.maps],
+        [[known.get((item.name, head), math.nan) for head in range(item.weights.shape[0])] for item in found.maps],
+    )
+
+
+def _write(path: Path, picture: bytes) -> str:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture)
+    except OSError as error:
+        raise UserError(
+            f"--out={path} cannot be written: {error.strerror}. It must be a file in a folder that can be written to."
+        ) from None
+    return str(path)
