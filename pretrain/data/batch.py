@@ -11,6 +11,7 @@ computes here: torch operators in the prefetch thread would start a second pool 
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -89,7 +90,7 @@ def make_batch(
         dropout_key=key,
         target_tokens=target_tokens,
         target_bytes=target_bytes,
-        digest=_digest(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths),
+        digest=digest_of(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths),
     )
 
 
@@ -149,7 +150,7 @@ def _count_targets(labels: I64, byte_lengths: NDArray[np.integer]) -> tuple[int,
     return num, spelt - (labels.size - num) * int(byte_lengths[0])
 
 
-def _digest(index: int, *arrays: I64 | None) -> int:
+def digest_of(index: int, *arrays: I64 | None) -> int:
     """62 bits of BLAKE2b over the micro-batch's number and each array's size and checksum.
 
     A checksum is the sum of the values times fixed odd weights, modulo 2^64: a single changed value always changes
@@ -160,12 +161,16 @@ def _digest(index: int, *arrays: I64 | None) -> int:
         if array is None:
             words += (0, 0)
         else:
-            words += (array.size, int(np.dot(array.view(np.uint64), _weights(array.size))))
-    state = hashlib.blake2b(np.array(words, dtype="<u8").tobytes(), digest_size=8)
+            words += (array.size, int(np.dot(array.view(np.uint64), _weights(array.size)[: array.size])))
+    state = hashlib.blake2b(struct.pack(f"<{len(words)}Q", *words), digest_size=8)
     return int.from_bytes(state.digest(), "little") >> 2
 
 
-@lru_cache(maxsize=8)
 def _weights(size: int) -> NDArray[np.uint64]:
-    """uint64 [size], odd; the first ones do not depend on `size`."""
+    """At least `size` odd uint64; the first ones do not depend on `size`."""
+    return _many_weights(max(1024, 1 << (size - 1).bit_length()))
+
+
+@lru_cache(maxsize=8)
+def _many_weights(size: int) -> NDArray[np.uint64]:
     return mix_keys(np.full(size, derive_key("digest 2"), dtype=np.uint64), np.arange(size)) | np.uint64(1)

@@ -128,12 +128,15 @@ class BlockReader:
             if len(self._ahead) >= _AHEAD:
                 return
             if block not in self._ahead:
-                shard, start, length = self._range(block)
+                shard, start, length = self._range(block, self._spans(block))
                 if self._cache is None or not self._cache.has(self._cache_key(shard, start, length)):
                     self._ahead[block] = self._fetcher.start(self.manifest.shards[shard].name, start, length)
 
-    def read(self, block: int) -> TokenBlock | PairBlock:
+    def read(self, block: int, *, keep: bool = True) -> TokenBlock | PairBlock:
         """One block, 0 <= block < manifest.blocks.
+
+        Args:
+            keep: in memory; not for a caller that keeps it.
 
         Raises:
             CorruptBlockError: its bytes are wrong, also after fetching them again.
@@ -157,6 +160,8 @@ class BlockReader:
             self._corrupt[block] = self._describe(block, f"is damaged: {problem}, also when read again")
             raise CorruptBlockError(self._corrupt[block], self.name, block)
         parsed = self._parse(block, payloads)
+        if not keep:
+            return parsed
         self._blocks[block] = parsed
         if len(self._blocks) > self._kept_blocks:
             self._blocks.popitem(last=False)
@@ -232,7 +237,8 @@ class BlockReader:
 
     def _fetch(self, block: int, *, fresh: bool) -> list[memoryview]:
         """The block's data members in one read: from the cache, or (always if `fresh`) from the store."""
-        shard, start, length = self._range(block)
+        spans = self._spans(block)
+        shard, start, length = self._range(block, spans)
         key = self._cache_key(shard, start, length)
         ahead = self._ahead.pop(block, None)
         data = None if self._cache is None or fresh or ahead is not None else self._cache.get(key)
@@ -243,7 +249,6 @@ class BlockReader:
             if self._cache is not None:
                 self._cache.put(key, data)
         view = memoryview(data)
-        spans = self._spans(block)
         return [view[span.offset - start : span.offset - start + span.length] for span in spans]
 
     def _spans(self, block: int) -> list[MemberSpan]:
@@ -252,9 +257,8 @@ class BlockReader:
         index = self._index(shard)
         return [index.span(row, member) for member in range(len(self.manifest.members) - 1)]
 
-    def _range(self, block: int) -> tuple[int, int, int]:
+    def _range(self, block: int, spans: list[MemberSpan]) -> tuple[int, int, int]:
         """(shard, start, length) of the one read that gives a block."""
-        spans = self._spans(block)
         return self.locate(block)[0], spans[0].offset, spans[-1].offset + spans[-1].length - spans[0].offset
 
     def _cache_key(self, shard: int, start: int, length: int) -> str:

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrain.config.schema import RunConfig
+from pretrain.data.arena import GatheredRows, TokenArena
 from pretrain.data.batch import dropout_key, empty_batch, make_batch, sum_digests
+from pretrain.data.batch_causal import make_causal_batch
 from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.describe import describe_pipeline
-from pretrain.data.objective import PackedRow
+from pretrain.data.objective import I64, PackedRow
 from pretrain.data.order import RowAddress
 from pretrain.data.prefetch import Prefetcher
 from pretrain.data.random_stream import row_key
@@ -32,6 +34,7 @@ from pretrain.sequence import Batch
 from pretrain.topology import World
 
 _ROWS_LOCATED = 1024
+_SHORT_STEPS, _SHORT_STEPS_TOKENS = 16, 2**18  # that many steps are read ahead where they are small: 6 MB at most
 _OBJECTIVES_WITHOUT_CHANCE = ("causal_lm", "seq2seq")  # a key per row would take a seventh of the time
 
 
@@ -87,12 +90,20 @@ class Loader:
         self._check_enough_rows()
         self._is_random = config.objective.kind not in _OBJECTIVES_WITHOUT_CHANCE
         self._any_remote = any(source.reader.is_remote for source in sources)
-        self._located: dict[int, list[RowAddress]] = {}
+        self._arenas = [
+            TokenArena(source.reader, config.data.lanes * config.data.window_blocks + 2)
+            for source in sources
+            if config.objective.kind == "causal_lm"
+        ]
+        self._located: dict[int, I64] = {}
         self._located_in: tuple[Segment, ...] = ()
+        step_tokens = config.batch.global_batch_size // world.size * config.batch.sequence_length
+        few = min(_SHORT_STEPS, _SHORT_STEPS_TOKENS // max(step_tokens, 1))
         self._prefetcher = Prefetcher(
             self._read,
             self.next_state,
-            depth=config.data.prefetch_steps,
+            depth=max(config.data.prefetch_steps, few),
+            most_at_once=1 if self._any_remote else max(1, few // 2),
             timeout_s=config.health.data_timeout_s,
             fetching=lambda: next((s.reader.fetching for s in sources if s.reader.fetching), ""),
         )
@@ -187,22 +198,16 @@ class Loader:
         rows, size = self._shape.rows, state.segment.global_batch_size
         num_microbatches = size // rows
         mine = range(self._world.rank, num_microbatches, self._world.size)
-        located = self._locate(state, np.array([j * rows + i for j in mine for i in range(rows)], dtype=np.int64))
+        offsets = (np.array(mine, dtype=np.int64)[:, None] * rows + np.arange(rows)).ravel()
+        located = self._locate(state, offsets)
         bad = {(self._source_index[q.source], q.block) for q in state.quarantine if q.from_row <= state.next_row}
         if self._any_remote:
-            self._send_for({(address.source, address.block) for address in located} - bad)
-        found: set[tuple[int, int]] = set()
-        batches, masked_rows = [], 0
-        for position, j in enumerate(mine):
-            packed = [
-                self._row(address, bad, found, row_key(self._config.seed, step, j, number) if self._is_random else 0)
-                for number, address in enumerate(located[position * rows : (position + 1) * rows])
-            ]
-            masked_rows += sum(row is None for row in packed)
-            key = dropout_key(self._config.seed, step, j)
-            batches.append(make_batch(packed, self._shape, self._byte_lengths, index=j, key=key))
-        rounds = -(-num_microbatches // self._world.size)
-        batches += [empty_batch(self._shape)] * (rounds - len(batches))
+            self._send_for({(source, block) for source, block in located[:, [0, 2]].tolist()} - bad)
+        make = self._pack_gathered if self._arenas else self._pack_rows
+        batches, masked_rows, found = make(step, mine, located, bad)
+        empty = -(-num_microbatches // self._world.size) - len(batches)
+        if empty:
+            batches += [empty_batch(self._shape)] * empty
         return StepData(
             step=step,
             batches=tuple(batches),
@@ -211,6 +216,55 @@ class Loader:
             masked_rows=masked_rows,
             corrupt=tuple(sorted(found)),
         )
+
+    def _pack_gathered(
+        self, step: int, mine: range, located: I64, bad: set[tuple[int, int]]
+    ) -> tuple[list[Batch], int, set[tuple[int, int]]]:
+        """Micro-batches of plain text, their masked rows, blocks that were found corrupt."""
+        rows, may_mask = self._shape.rows, self._config.data.on_corrupt == "mask"
+        masked = [{block for of_source, block in bad if of_source == index} for index in range(len(self._arenas))]
+        gathered = self._gather(located, masked, may_mask=may_mask)
+        batches = []
+        for position, j in enumerate(mine):
+            part = gathered.between(position * rows, (position + 1) * rows)
+            key = dropout_key(self._config.seed, step, j)
+            batches.append(make_causal_batch(part, self._shape, self._byte_lengths, index=j, key=key))
+        all_masked = {(index, block) for index, blocks in enumerate(masked) for block in blocks}
+        if not all_masked:
+            return batches, 0, all_masked
+        num_masked = sum((source, block) in all_masked for source, block in located[:, [0, 2]].tolist())
+        return batches, num_masked, all_masked - bad
+
+    def _gather(self, located: I64, masked: list[set[int]], *, may_mask: bool) -> GatheredRows:
+        """The rows at these addresses [n, 4]; `masked` by source index, see `TokenArena.gather`."""
+        length, source = self._shape.sequence_length, located[:, 0]
+        if len(self._arenas) == 1:
+            return self._arenas[0].gather(located[:, 2], located[:, 3], length, masked[0], may_mask=may_mask)
+        parts = [np.flatnonzero(source == index) for index in range(len(self._arenas))]
+        of_sources = [
+            arena.gather(located[part, 2], located[part, 3], length, masked[index], may_mask=may_mask)
+            for index, (arena, part) in enumerate(zip(self._arenas, parts, strict=True))
+        ]
+        back = np.argsort(np.concatenate(parts), kind="stable")
+        return GatheredRows(*(np.concatenate(arrays)[back] for arrays in zip(*of_sources, strict=True)))
+
+    def _pack_rows(
+        self, step: int, mine: range, located: I64, bad: set[tuple[int, int]]
+    ) -> tuple[list[Batch], int, set[tuple[int, int]]]:
+        """As `_pack_gathered`, for any objective: row by row."""
+        rows = self._shape.rows
+        addresses = [RowAddress(*address) for address in located.tolist()]
+        batches: list[Batch] = []
+        masked_rows, found = 0, set[tuple[int, int]]()
+        for position, j in enumerate(mine):
+            packed = [
+                self._row(address, bad, found, row_key(self._config.seed, step, j, number) if self._is_random else 0)
+                for number, address in enumerate(addresses[position * rows : (position + 1) * rows])
+            ]
+            masked_rows += sum(row is None for row in packed)
+            key = dropout_key(self._config.seed, step, j)
+            batches.append(make_batch(packed, self._shape, self._byte_lengths, index=j, key=key))
+        return batches, masked_rows, found
 
     def _row(
         self, address: RowAddress, bad: set[tuple[int, int]], found: set[tuple[int, int]], key: int
@@ -226,13 +280,13 @@ class Loader:
             found.add(block)
             return None
 
-    def _locate(self, state: DataState, offsets: NDArray[np.int64]) -> list[RowAddress]:
-        """Addresses of the rows at these offsets of the step. Steps ahead are located with it: 500 rows cost as much
-        as one."""
+    def _locate(self, state: DataState, offsets: I64) -> I64:
+        """Addresses [n, 4] of the rows at these offsets of the step. Steps ahead are located with it: 500 rows cost as
+        much as one."""
         if state.segments != self._located_in or state.next_row not in self._located:
             size, count = state.segment.global_batch_size, offsets.size
             firsts = state.next_row + size * np.arange(max(1, _ROWS_LOCATED // max(count, 1)))
-            found = order_of(state.segments, state.seed).locate_rows((firsts[:, None] + offsets).ravel())
+            found = order_of(state.segments, state.seed).place_rows((firsts[:, None] + offsets).ravel())
             self._located_in = state.segments
             self._located = {first: found[i * count : (i + 1) * count] for i, first in enumerate(firsts.tolist())}
         return self._located[state.next_row]

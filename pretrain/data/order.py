@@ -119,6 +119,10 @@ class RowOrder:
 
     def locate_rows(self, rows: I64) -> list[RowAddress]:
         """Addresses of many global rows [n] at once. Raises ValueError for rows before this segment."""
+        return [RowAddress(*address) for address in self.place_rows(rows).tolist()]
+
+    def place_rows(self, rows: I64) -> I64:
+        """Addresses [n, 4] of global rows [n] as (source, epoch, block, row). Raises as `locate_rows`."""
         if rows.size and int(rows.min()) < self.first_row:
             raise ValueError(f"row {int(rows.min())} lies before the segment, which begins at row {self.first_row}")
         lane = rows % self.lanes
@@ -130,15 +134,13 @@ class RowOrder:
             - self._taken[lane, source]
             + self._before[lane, source]
         )
-        placed = np.empty((rows.size, 3), dtype=np.int64)
+        placed = np.empty((rows.size, 4), dtype=np.int64)
+        placed[:, 0] = source
         for number in range(len(self.sources)):
             mine = np.flatnonzero(source == number)
             if mine.size:
-                placed[mine] = self._place(number, lane[mine], index[mine])
-        return [
-            RowAddress(s, epoch, block, row)
-            for s, (epoch, block, row) in zip(source.tolist(), placed.tolist(), strict=True)
-        ]
+                placed[mine, 1:] = self._place(number, lane[mine], index[mine])
+        return placed
 
     def consumed(self, row: int) -> dict[str, I64]:
         """Rows of each source that each lane [L] took before the global row `row`."""

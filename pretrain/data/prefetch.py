@@ -30,6 +30,8 @@ class Prefetcher(Generic[Value]):
         compute: reads one step; called by the thread only, one call at a time.
         following: the state after a step.
         depth: steps that are read ahead.
+        most_at_once: steps after which a waiting reader is woken; it grows to that from one while the reader waits
+            for every step, because a change of threads takes as long as packing a step of short rows.
         timeout_s: longest wait of `read`.
         fetching: names what is being read, for the message of a timeout.
     """
@@ -40,11 +42,13 @@ class Prefetcher(Generic[Value]):
         following: Callable[[DataState], DataState],
         *,
         depth: int,
+        most_at_once: int = 1,
         timeout_s: float,
         fetching: Callable[[], str],
     ) -> None:
         self._compute, self._following, self._fetching = compute, following, fetching
-        self._depth, self._timeout_s = depth, timeout_s
+        self._depth, self._most_at_once, self._timeout_s = depth, most_at_once, timeout_s
+        self._at_once, self._unannounced = 1, 0
         self._changed = threading.Condition()
         self._wanted: OrderedDict[_Key, None] = OrderedDict()  # in order of need, the current step first
         self._done: dict[_Key, Value | Exception] = {}
@@ -90,16 +94,19 @@ class Prefetcher(Generic[Value]):
 
     def _plan(self, key: _Key) -> None:
         """Makes `key` and the steps after it what is wanted; drops everything else. Lock held."""
-        wanted: OrderedDict[_Key, None] = OrderedDict([(key, None)])
-        step, state = key
-        for _ in range(self._depth):
+        if key in self._wanted:
+            while (first := next(iter(self._wanted))) != key:
+                del self._wanted[first]
+                self._done.pop(first, None)
+        else:
+            self._wanted, self._done, self._at_once = OrderedDict([(key, None)]), {}, 1
+        step, state = next(reversed(self._wanted))
+        while len(self._wanted) <= self._depth:
             try:
                 step, state = step + 1, self._following(state)
             except Exception:  # belongs to the caller's own step from there, not to this read
                 break
-            wanted[(step, state)] = None
-        self._wanted = wanted
-        self._done = {known: value for known, value in self._done.items() if known in wanted}
+            self._wanted[(step, state)] = None
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pretrain-data", daemon=True)
             self._thread.start()
@@ -122,7 +129,10 @@ class Prefetcher(Generic[Value]):
             with self._changed:
                 if key in self._wanted and not self._closed:
                     self._done[key] = value
-                self._changed.notify_all()
+                self._unannounced += 1
+                if self._unannounced >= self._at_once or self._next() is None or isinstance(value, Exception):
+                    self._at_once, self._unannounced = min(2 * self._at_once, self._most_at_once), 0
+                    self._changed.notify_all()
 
     def _next(self) -> _Key | None:
         return next((key for key in self._wanted if key not in self._done), None)

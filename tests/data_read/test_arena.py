@@ -1,0 +1,109 @@
+"""The fast way of packing plain text gives what the way for any objective gives, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pretrain.data.rows as rows_module
+from pretrain.data.arena import TokenArena
+from pretrain.data.blocks import BlockReader
+from pretrain.data.format import read_manifest
+from pretrain.data.loader import Loader, open_loader
+from pretrain.store import open_store
+from pretrain.topology import World
+from tests.data_read.corpus import BYTE_LENGTHS, MemoryStore, random_documents, run_config, write_tokens
+from tests.data_read.corpus import write_tokenizer_stub as write_stub
+from tests.data_read.test_loader import damaged_store
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("arena")
+    tokenizer = write_stub(root)
+    write_tokens(root / "a", random_documents(120, 14, 1), tokenizer)
+    write_tokens(root / "b", random_documents(41, 14, 2), tokenizer)
+    write_tokens(root / "long", random_documents(30, 200, 3), tokenizer)
+    return root
+
+
+def both_ways(loader: Loader, steps: int) -> None:
+    """Compares every field of every batch of `steps` steps."""
+    arenas, state = loader._arenas, loader.initial_state()
+    assert arenas
+    for step in range(steps):
+        loader._arenas = arenas
+        fast = loader._read(step, state)
+        loader._arenas = []
+        slow = loader._read(step, state)
+        assert (fast.digest, fast.target_tokens) == (slow.digest, slow.target_tokens)
+        assert (fast.masked_rows, fast.corrupt) == (slow.masked_rows, slow.corrupt)
+        for a, b in zip(fast.batches, slow.batches, strict=True):
+            assert a.decoder_ids.equal(b.decoder_ids)
+            assert a.labels.equal(b.labels)
+            assert a.decoder_info.lengths == b.decoder_info.lengths
+            assert a.decoder_info.padding == b.decoder_info.padding
+            assert a.decoder_info.cu_seqlens.equal(b.decoder_info.cu_seqlens)
+            assert a.decoder_info.positions.equal(b.decoder_info.positions)
+            assert (a.index, a.dropout_key, a.target_tokens, a.target_bytes, a.digest) == (
+                (b.index, b.dropout_key, b.target_tokens, b.target_bytes, b.digest)
+            )
+        state = loader.next_state(loader.quarantine(state, fast.corrupt))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"batch__sequence_length": 64, "batch__micro_batch_size": 4, "data__lanes": 1},
+        {"batch__sequence_length": 4, "data__lanes": 16, "data__window_blocks": 1},
+        {"batch__micro_batch_size": 8, "data__lanes": 1, "data__window_blocks": 1},
+    ],
+)
+@pytest.mark.parametrize("names", [("a",), ("a", "b", "long")])
+def test_gathered_batches_equal_those_made_row_by_row(root: Path, names: tuple[str, ...], changes: Any) -> None:
+    config = run_config(root / "tokenizer.json", {name: (root / name, 1 + len(name)) for name in names}, **changes)
+    with open_loader(config, BYTE_LENGTHS, World()) as loader:  # more than an epoch of b: its padded last rows come by
+        both_ways(loader, 14)
+
+
+def test_gathered_batches_of_damaged_blocks_equal_those_made_row_by_row(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = {"a": damaged_store(root, "a", 2), "b": damaged_store(root, "b", 1)}
+    monkeypatch.setattr(rows_module, "open_store", lambda path: stores[Path(path).name])
+    config = run_config(root / "tokenizer.json", {n: root / n for n in stores}, data__on_corrupt="mask")
+    with open_loader(config, BYTE_LENGTHS, World()) as loader:
+        both_ways(loader, 20)
+
+
+def test_a_slot_that_is_used_again_never_mixes_blocks(root: Path) -> None:
+    store = open_store(str(root / "a"))
+    manifest = read_manifest(store)
+    reader = BlockReader(store, manifest)
+    whole = np.concatenate([reader.read(block).ids[:64] for block in range(manifest.blocks)])
+    rng = np.random.default_rng(0)
+    for slots in (1, 2, 5):
+        arena = TokenArena(BlockReader(store, manifest), slots)
+        for _ in range(20):
+            blocks, rows = rng.integers(0, manifest.blocks - 1, 6), rng.integers(0, 4, 6)
+            masked = {int(rng.integers(0, manifest.blocks))}
+            got = arena.gather(blocks, rows, 16, masked, may_mask=False)
+            for number, (block, row) in enumerate(zip(blocks.tolist(), rows.tolist(), strict=True)):
+                start = block * 64 + row * 16
+                assert got.num_real[number] == (0 if block in masked else 16)
+                if block not in masked:
+                    assert np.array_equal(got.ids[number], whole[start : start + 17])
+                    assert np.array_equal(got.is_end[number], whole[start : start + 16] == 0)
+
+
+def test_arena_reads_each_block_once_per_window(root: Path) -> None:
+    store = MemoryStore.of(root / "a")
+    arena = TokenArena(BlockReader(store, read_manifest(store)), 3)
+    store.reads.clear()
+    for _ in range(5):
+        arena.gather(np.array([0, 1, 2, 1]), np.array([0, 1, 2, 3]), 16, set(), may_mask=False)
+    assert len(store.reads) == 3
