@@ -1,30 +1,38 @@
-"""Reading: tokens/s of our loader against webdataset (a member per document) and a memory map.
+"""Reading: tokens/s of our loader against webdataset, a memory map, and the peers that read packed rows.
 
-Each side gives micro-batches of 8 rows of 1,024 tokens from the page cache. Ours also checks every
-block's crc32, isolates the documents and counts targets; the others give plain rows.
+Each side gives micro-batches of 8 rows of 1,024 tokens with document edges, positions and labels (`plain_batch`) from
+the page cache, in one process. webdataset and the memory map shuffle documents, concatenate and cut them, as ours
+does when it builds. Ours also checks every block's crc32, counts targets and bytes, and makes a digest.
 """
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 import webdataset
 
 from benchmarks.corpus import VOCABULARY, Corpus, make_corpus
-from benchmarks.result import Result, interleave, median, median_ratio
+from benchmarks.plain_batch import LENGTH, ROWS, TOKENS, Chunker
+from benchmarks.result import Result, interleave, median, median_ratio, timed
 from pretrain.config.schema import RunConfig
+from pretrain.data.blocks import BlockReader
+from pretrain.data.format import MANIFEST_NAME, read_manifest
 from pretrain.data.loader import Loader, open_loader
+from pretrain.data.order import RowOrder, SourceShape
+from pretrain.store import open_store
 from pretrain.topology import World
 
-Batches = Generator[torch.Tensor, None, None]
-ROWS, LENGTH = 8, 1024
-TOKENS = ROWS * LENGTH
+Batches = Generator[object, None, None]
+PEERS_PYTHON = Path(__file__).resolve().parent.parent / ".venv-bench" / "bin" / "python"
+PEERS = ("streaming", "datasets", "litdata")
+MANY_SHARDS = 100_000
 
 
 def loader_config(corpus: Corpus) -> RunConfig:
@@ -61,7 +69,7 @@ def ours(corpus: Corpus) -> Batches:
     step = 0
     try:
         while True:
-            yield loader.read(step, state).batches[0].decoder_ids
+            yield loader.read(step, state).batches[0]
             step, state = step + 1, loader.next_state(state)
     finally:
         loader.close()
@@ -71,33 +79,26 @@ def through_webdataset(corpus: Corpus) -> Batches:
     dataset = webdataset.WebDataset(
         [str(corpus.tar)], shardshuffle=False, nodesplitter=webdataset.split_by_node, empty_check=False
     )
-    left = np.empty(0, dtype="<u2")
-    needed = ROWS * (LENGTH + 1)
+    chunker = Chunker()
     while True:
-        parts, have = [left], left.size
         for sample in dataset.shuffle(1000, seed=1):
-            parts.append(np.frombuffer(sample["u2"], dtype="<u2"))
-            have += parts[-1].size
-            if have >= needed:
-                flat = np.concatenate(parts)
-                yield torch.from_numpy(flat[:needed].astype(np.int64).reshape(ROWS, LENGTH + 1))
-                parts, have = [flat[needed:]], flat.size - needed
-        left = np.concatenate(parts)
+            batch = chunker.add(np.frombuffer(sample["u2"], dtype="<u2"))
+            while batch is not None:
+                yield batch
+                batch = chunker.more()
 
 
 def through_memory_map(corpus: Corpus) -> Batches:
-    flat = np.memmap(corpus.flat, dtype="<u2", mode="r")
+    flat = np.frombuffer(np.memmap(corpus.flat, dtype="<u2", mode="r"), dtype="<u2")
+    starts = corpus.starts
     generator = np.random.default_rng(1)
-    needed = ROWS * (LENGTH + 1)
-    parts, have = [], 0
+    chunker = Chunker()
     while True:
-        for document in generator.permutation(corpus.starts.size - 1):
-            parts.append(flat[corpus.starts[document] : corpus.starts[document + 1]])
-            have += parts[-1].size
-            if have >= needed:
-                joined = np.concatenate(parts)
-                yield torch.from_numpy(joined[:needed].astype(np.int64).reshape(ROWS, LENGTH + 1))
-                parts, have = [joined[needed:]], joined.size - needed
+        for document in generator.permutation(starts.size - 1):
+            batch = chunker.add(flat[starts[document] : starts[document + 1]])
+            while batch is not None:
+                yield batch
+                batch = chunker.more()
 
 
 def tokens_per_s(read: Callable[[Corpus], Batches], corpus: Corpus, seconds: float) -> float:
@@ -112,16 +113,69 @@ def tokens_per_s(read: Callable[[Corpus], Batches], corpus: Corpus, seconds: flo
     return count * TOKENS / elapsed
 
 
-def resume_s(corpus: Corpus) -> float:
-    """From a closed source to the first micro-batch of a step far in the run."""
+def resume_s(corpus: Corpus, fraction: float) -> float:
+    """From a closed source to the first micro-batch at this fraction of an epoch."""
+    step = int(fraction * corpus.ids.size / TOKENS)
     start = time.perf_counter()
     loader = open_ours(corpus)
-    state = loader.initial_state().advance(1000 * ROWS)
-    loader.check(state)
-    loader.read(1000, state)
+    state = loader.resume(loader.initial_state().advance(step * ROWS))
+    loader.read(step, state)
     elapsed = time.perf_counter() - start
     loader.close()
     return elapsed
+
+
+def plan_many_shards_s(corpus: Corpus, folder: Path) -> float:
+    """From a directory of 10^5 shards (sparse files) to the order of its rows: manifest, sizes, first addresses."""
+    manifest = read_manifest(open_store(str(corpus.blocks)))
+    shard = manifest.shards[0]
+    shards = tuple(replace(shard, name=f"{number:06d}.tar") for number in range(MANY_SHARDS))
+    folder.mkdir()
+    counts = {name: MANY_SHARDS * getattr(shard, name) for name in ("blocks", "documents", "tokens")}
+    (folder / MANIFEST_NAME).write_bytes(replace(manifest, shards=shards, **counts).to_json())
+    for entry in shards:
+        with (folder / entry.name).open("wb") as file:
+            file.truncate(entry.bytes)
+
+    def start() -> None:
+        store = open_store(str(folder))
+        reader = BlockReader(store, read_manifest(store))
+        rows = reader.manifest.rows_per_block_at(LENGTH)
+        RowOrder([SourceShape("many", reader.manifest.blocks, rows)], 1, 8, 2).locate_range(0, ROWS)
+
+    return median([timed(start) for _ in range(3)])
+
+
+def peer_tokens_per_s(peer: str, corpus: Corpus, folder: Path, seconds: float) -> float:
+    """Of a peer in its own environment. Raises CalledProcessError with what it said."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        command = [str(PEERS_PYTHON), str(Path(__file__).with_name("loader_peers.py")), peer, str(corpus.flat)]
+        done = subprocess.run(
+            [*command, f"{scratch}/rows", str(seconds)], stdout=subprocess.PIPE, text=True, check=True
+        )
+    return float(done.stdout.split("tokens_per_s ")[1])
+
+
+def measure_peers(corpus: Corpus, folder: Path, seconds: float, repetitions: int, command: str) -> list[Result]:
+    """Ours against the readers of packed rows; says which are left out, and why."""
+    if not PEERS_PYTHON.exists():
+        print(f"left out: {', '.join(PEERS)} (no {PEERS_PYTHON}; make it a venv and install '.[bench]' there)")
+        return []
+    sides: dict[str, Callable[[], float]] = {"ours": partial(tokens_per_s, ours, corpus, seconds)}
+    sides |= {peer: partial(peer_tokens_per_s, peer, corpus, folder, seconds) for peer in PEERS}
+    values = interleave(sides, repetitions)
+    return [
+        Result(
+            f"loader.vs_{peer}",
+            median_ratio(values["ours"], values[peer]),
+            "ratio",
+            f"{peer}, tokens/s",
+            median(values[peer]),
+            repetitions,
+            command,
+        )
+        for peer in PEERS
+    ]
 
 
 def measure(*, quick: bool, command: str) -> list[Result]:
@@ -146,6 +200,14 @@ def measure(*, quick: bool, command: str) -> list[Result]:
                 )
             name = "loader.tokens_per_s" if kind == "prose" else "loader.code_tokens_per_s"
             results.append(Result(name, median(values["ours"]), "tokens/s", "", None, repetitions, command))
-        times = [resume_s(corpora["prose"]) for _ in range(repetitions)]
-        results.append(Result("loader.resume_s", median(times), "s", "", None, repetitions, command))
+        prose = corpora["prose"]
+        for name, fraction in (("loader.resume_s", 0.9), ("loader.resume_at_start_s", 0.0)):
+            times = [resume_s(prose, fraction) for _ in range(2 * repetitions)]
+            results.append(Result(name, median(times), "s", "", None, 2 * repetitions, command))
+        results.append(
+            Result(
+                "loader.plan_1e5_shards_s", plan_many_shards_s(prose, Path(folder) / "many"), "s", "", None, 3, command
+            )
+        )
+        results += measure_peers(prose, Path(folder), seconds, max(1, repetitions - 2), command)
     return results

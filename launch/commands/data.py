@@ -1,4 +1,4 @@
-"""`pretrain data build|verify|reindex|stats|explain`: raw text to shards, and what shards hold."""
+"""`pretrain data build|verify|reindex|stats|explain|plan|mix`: raw text to shards, and what shards hold."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launch.commands.data_forecast import register_forecasts
 from pretrain.config.units import parse_bytes, parse_real
-from pretrain.errors import ExitCode
+from pretrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
@@ -79,12 +80,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     explain.add_argument("run", metavar="RUN|CONFIG", help="name or path of a run, or a config file (.yaml)")
+    explain.add_argument("overrides", metavar="key=value", nargs="*", help="changes to a config file")
     which = explain.add_mutually_exclusive_group(required=True)
     which.add_argument("--row", type=int, metavar="N", help="global row number, from 0")
     which.add_argument("--step", type=int, metavar="N", help="optimizer step, from 0")
     explain.add_argument("--characters", type=int, default=200, metavar="N", help="text per document; 0 means all")
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(handler="launch.commands.data:explain")
+    register_forecasts(actions)
 
 
 def add_input_arguments(parser: argparse.ArgumentParser) -> None:
@@ -270,7 +273,7 @@ def explain(args: argparse.Namespace) -> int:
     """Prints the rows with their documents."""
     from pretrain.data.explain import explain_row, explain_step, format_explanations
 
-    config, state = _config_and_state(args.run)
+    config, state = _config_and_state(args.run, args.overrides)
     if args.row is not None:
         found = [explain_row(config, args.row, state=state)]
     else:
@@ -282,16 +285,21 @@ def explain(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _config_and_state(name: str) -> tuple[RunConfig, DataState | None]:
-    """A config file alone, or a run with the data state of its newest checkpoint.
+def _config_and_state(name: str, overrides: list[str]) -> tuple[RunConfig, DataState | None]:
+    """A config file with overrides, or a run with the data state of its newest checkpoint.
 
     Raises:
-        UserError: neither.
+        UserError: neither, or overrides of a run.
     """
     if Path(name).suffix in (".yaml", ".yml"):
         from pretrain.config import load_config
 
-        return load_config(name), None
+        return load_config(name, overrides), None
+    if overrides:
+        raise UserError(
+            f"{overrides[0]} cannot change the run {name}. What a run has read is settled. Give a config file "
+            "(.yaml) with overrides, or the run without them."
+        )
     from pretrain.checkpoint import list_checkpoints
     from pretrain.checkpoint.files import read_manifest
     from pretrain.rundir import RunDirectory

@@ -50,12 +50,36 @@ def _batch_rules(batch: BatchConfig) -> list[str]:
     ]
 
 
+def _stage_rules(data: DataConfig) -> list[str]:
+    problems = []
+    for number, stage in enumerate(data.stages):
+        if (stage.from_step is None) == (stage.from_tokens is None):
+            problems.append(
+                f"data.stages.{number} has {'no mark' if stage.from_step is None else 'two marks'}. A stage begins at "
+                "one step or behind a number of tokens. Set from_step or from_tokens."
+            )
+        unknown = sorted(stage.weights.keys() - data.sources.keys())
+        if unknown:
+            problems.append(
+                f"data.stages.{number}.weights.{unknown[0]} is no source. A stage weighs sources of the run "
+                f"({', '.join(sorted(data.sources))}). Add it under data.sources, or correct the name."
+            )
+    edges = [row for skip in data.skip_rows for row in skip]
+    if sorted(set(edges)) != edges:
+        problems.append(
+            f"data.skip_rows={[list(skip) for skip in data.skip_rows]} do not ascend. Ranges [first, end) are not "
+            "empty, do not touch and come in order. Sort them, and join those that touch."
+        )
+    return problems
+
+
 def _data_rules(data: DataConfig) -> list[str]:
     if data.lanes & (data.lanes - 1) == 0:
-        return []
+        return _stage_rules(data)
     return [
+        *_stage_rules(data),
         f"data.lanes={data.lanes} is not a power of two. Lanes must divide the rows of a block. "
-        f"Set data.lanes={1 << (data.lanes.bit_length() - 1)}."
+        f"Set data.lanes={1 << (data.lanes.bit_length() - 1)}.",
     ]
 
 

@@ -50,9 +50,30 @@ ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(parse_count)]
 class SourceConfig(Section):
     """One built source (a directory with manifest.json)."""
 
-    path: Location = setting("directory or URL that holds manifest.json", resume="refused")
+    path: Location = setting(
+        "directory or URL that holds manifest.json; may move, its content may not change", resume="logged"
+    )
     weight: PositiveReal = setting(
         "share of the rows; weights are relative and need not sum to 1", resume="segment", default=1.0
+    )
+    max_epochs: PositiveReal | None = setting(
+        "times that it is read at most; then it rests and the others share its rows; none means no end",
+        resume="segment",
+        default=None,
+    )
+
+
+class StageConfig(Section):
+    """From a mark on, how the sources are mixed. Begins where a step does; each source goes on at its next row."""
+
+    from_step: Count | None = setting("optimizer step, from 0; or give from_tokens", resume="segment", default=None)
+    from_tokens: Count | None = setting(
+        "token slots (rows x batch.sequence_length) before it; the first step behind them",
+        resume="segment",
+        default=None,
+    )
+    weights: dict[str, PositiveReal] = setting(
+        "shares by name of a source under data.sources; those without one rest", resume="segment", min_length=1
     )
 
 
@@ -60,10 +81,22 @@ class DataConfig(Section):
     """What is read and in which order."""
 
     sources: dict[str, SourceConfig] = setting(
-        "training sources by name; the order of rows depends on the names", resume="refused", min_length=1
+        "training sources by name; the order of rows depends on the names; new ones may come, none may go",
+        resume="segment",
+        min_length=1,
     )
     validation: dict[str, SourceConfig] = setting(
         "held-out sources by name; weights are ignored", resume="free", default={}
+    )
+    stages: list[StageConfig] = setting(
+        "later mixtures, in the order of their marks; before the first, the weights of data.sources hold",
+        resume="segment",
+        default=[],
+    )
+    skip_rows: list[tuple[Count, Count]] = setting(
+        "ranges [first, end) of global rows that are jumped over; each begins where a step does",
+        resume="segment",
+        default=[],
     )
     lanes: PositiveInt = setting(
         "parallel streams L that the rows are dealt from: a power of two that divides the rows of a block; "

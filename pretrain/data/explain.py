@@ -18,7 +18,8 @@ from pretrain.data.blocks import PairBlock, TokenBlock
 from pretrain.data.objective import Ids
 from pretrain.data.order import RowAddress
 from pretrain.data.rows import SourceRows, open_sources
-from pretrain.data.segments import order_of, segment_of, step_spans
+from pretrain.data.segments import order_of, step_spans
+from pretrain.data.stages import plan_of, plan_run
 from pretrain.data.state import DataState
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import UserError
@@ -128,7 +129,7 @@ def format_explanations(explanations: Sequence[RowExplanation], *, characters: i
 
 
 def _initial_state(config: RunConfig, sources: dict[str, SourceRows]) -> DataState:
-    return DataState(next_row=0, seed=config.seed, segments=(segment_of(config, tuple(sources.values())),))
+    return plan_run(plan_of(config, tuple(sources.values())), DataState(next_row=0, seed=config.seed, segments=()))
 
 
 def _explain(config: RunConfig, sources: dict[str, SourceRows], state: DataState, rows: range) -> list[RowExplanation]:

@@ -27,7 +27,8 @@ from pretrain.data.order import RowAddress
 from pretrain.data.prefetch import Prefetcher
 from pretrain.data.random_stream import row_key
 from pretrain.data.rows import SourceRows, batch_shape, open_sources
-from pretrain.data.segments import check_same_data, order_of, segment_of
+from pretrain.data.segments import check_same_data, order_of
+from pretrain.data.stages import plan_of, plan_run
 from pretrain.data.state import DataState, Segment
 from pretrain.errors import DataError
 from pretrain.sequence import Batch
@@ -85,8 +86,10 @@ class Loader:
         self._config, self._sources, self._byte_lengths, self._world = config, sources, byte_lengths, world
         self._shape = batch_shape(config, sources[0].manifest)
         self._source_index = {source.name: index for index, source in enumerate(sources)}
-        self._segment = segment_of(config, sources)
-        order_of((self._segment,), config.seed)  # weights and lanes that do not fit fail here, not at the first step
+        self._plan = plan_of(config, sources)
+        self._initial = plan_run(self._plan, DataState(next_row=0, seed=config.seed, segments=()))
+        for number in range(len(self._initial.segments)):  # what does not fit fails here, not at the first step
+            order_of(self._initial.segments[: number + 1], config.seed)
         self._check_enough_rows()
         self._is_random = config.objective.kind not in _OBJECTIVES_WITHOUT_CHANCE
         self._any_remote = any(source.reader.is_remote for source in sources)
@@ -115,7 +118,7 @@ class Loader:
 
     def initial_state(self) -> DataState:
         """The state of a run that has read nothing."""
-        return DataState(next_row=0, seed=self._config.seed, segments=(self._segment,))
+        return self._initial
 
     def check(self, state: DataState) -> None:
         """Accepts a state that this config reads on without any change.
@@ -125,13 +128,14 @@ class Loader:
         """
         if self.resume(state) != state:
             raise DataError(
-                "batch.global_batch_size or a weight under data.sources is not the checkpoint's. Such a change begins "
-                "a new segment of the data. Resume the run with it, or restore the old value."
+                "batch.global_batch_size or a weight, stage, cap, skip or source under data is not the checkpoint's. "
+                "Such a change begins a new segment of the data. Resume the run with it, or restore the old value."
             )
 
     def resume(self, state: DataState) -> DataState:
-        """The state from which this config reads on: the same, or with a segment that begins here if batch size or
-        weights changed (each source goes on behind its last row, so nothing is lost or repeated).
+        """The state from which this config reads on: the same, or with other segments from here on if batch size,
+        weights, stages, caps, skips or the list of sources changed (each source goes on behind its last row, so nothing
+        is lost or repeated).
 
         Raises:
             DataError: seed, data, lanes or lengths are not the state's.
@@ -141,10 +145,10 @@ class Loader:
                 f"seed={self._config.seed} is not the checkpoint's {state.seed}. The seed decides the order of rows. "
                 f"Set seed={state.seed}, or start a new run."
             )
-        check_same_data(self._segment, state.segment)
-        if replace(self._segment, first_row=state.segment.first_row) == state.segment:
-            return state
-        return state.with_segment(self._segment)
+        read = {source.name: source for segment in state.started for source in segment.sources}
+        check_same_data(self._plan.base, replace(state.segment, sources=tuple(read.values())))
+        planned = plan_run(self._plan, state)
+        return state if planned == state else planned
 
     def next_state(self, state: DataState) -> DataState:
         """The state after the step that begins at `state`. Raises DataError where a skip begins inside it."""
@@ -180,7 +184,17 @@ class Loader:
 
     def describe(self) -> str:
         """The data pipeline as a tree: sources, quotas, epochs over the run, tokens."""
-        return describe_pipeline(self._config, self._sources, order_of((self._segment,), self._config.seed))
+        return describe_pipeline(self._config, self._sources, self._initial)
+
+    def fetch_record(self) -> dict[str, float]:
+        """What reading took so far, all sources together, by the names of `metrics.definitions`."""
+        counts = [source.reader.counts for source in self._sources]
+        return {
+            "data_fetch_s": sum(count.wait_s for count in counts),
+            "data_retries": sum(count.retries for count in counts),
+            "data_hedges": sum(count.hedges for count in counts),
+            "data_cache_hits": sum(count.cache_hits for count in counts),
+        }
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""
@@ -283,11 +297,14 @@ class Loader:
     def _locate(self, state: DataState, offsets: I64) -> I64:
         """Addresses [n, 4] of the rows at these offsets of the step. Steps ahead are located with it: 500 rows cost as
         much as one."""
-        if state.segments != self._located_in or state.next_row not in self._located:
+        started = state.started
+        if started != self._located_in or state.next_row not in self._located:
             size, count = state.segment.global_batch_size, offsets.size
             firsts = state.next_row + size * np.arange(max(1, _ROWS_LOCATED // max(count, 1)))
-            found = order_of(state.segments, state.seed).place_rows((firsts[:, None] + offsets).ravel())
-            self._located_in = state.segments
+            found = order_of(started, state.seed).place_rows((firsts[:, None] + offsets).ravel())
+            opened = np.array([self._source_index[source.name] for source in state.segment.sources])
+            found[:, 0] = opened[found[:, 0]]  # a segment need not read all sources
+            self._located_in = started
             self._located = {first: found[i * count : (i + 1) * count] for i, first in enumerate(firsts.tolist())}
         return self._located[state.next_row]
 

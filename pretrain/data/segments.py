@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pretrain.config.schema import RunConfig
 from pretrain.data.order import RowOrder, SourceShape
+from pretrain.data.permutation import I64
 from pretrain.data.rows import SourceRows
 from pretrain.data.state import DataState, Segment, SegmentSource
 from pretrain.errors import DataError
@@ -42,7 +43,8 @@ def segment_of(config: RunConfig, sources: Sequence[SourceRows]) -> Segment:
 
 
 def check_same_data(ours: Segment, theirs: Segment) -> None:
-    """Accepts two segments that read the same sources in the same layout; weights and batch size may differ.
+    """Accepts a segment that reads the other's sources, and maybe new ones, in the same layout; weights and batch size
+    may differ.
 
     Raises:
         DataError: they do not, named by field.
@@ -61,14 +63,15 @@ def check_same_data(ours: Segment, theirs: Segment) -> None:
             )
     old_hashes = {source.name: source.manifest_sha256 for source in theirs.sources}
     new_hashes = {source.name: source.manifest_sha256 for source in ours.sources}
-    for name in sorted(old_hashes.keys() | new_hashes.keys()):
-        old_hash, new_hash = old_hashes.get(name), new_hashes.get(name)
+    for name in sorted(old_hashes):
+        old_hash, new_hash = old_hashes[name], new_hashes.get(name)
         if old_hash != new_hash:
-            what = "is new" if old_hash is None else "is gone" if new_hash is None else "holds other data"
+            what = "is gone" if new_hash is None else "holds other data"
             raise DataError(
                 f"data.sources.{name} {what} (manifest {new_hash and new_hash[:12]}, in the checkpoint "
-                f"{old_hash and old_hash[:12]}). A run goes on with exactly the data that it began with, so that no "
-                "row is lost or repeated. Restore the source, or start a new run."
+                f"{old_hash[:12]}). A run goes on with exactly the data that it began with, so that no row is lost or "
+                "repeated; new sources may be added, and a stage of data.stages may leave one out. Restore the source, "
+                "or start a new run."
             )
 
 
@@ -79,11 +82,19 @@ def order_of(segments: tuple[Segment, ...], seed: int) -> RowOrder:
     Raises:
         DataError: lanes or weights that do not fit the sources.
     """
-    segment, consumed = segments[-1], None
-    if len(segments) > 1:
-        consumed = order_of(segments[:-1], seed).consumed(segment.first_row)
+    segment = segments[-1]
+    consumed = consumed_before(segments[:-1], seed, segment.first_row)
     shapes = [SourceShape(s.name, s.num_blocks, s.rows_per_block, s.weight) for s in segment.sources]
     return RowOrder(shapes, seed, segment.lanes, segment.window_blocks, segment.first_row, consumed)
+
+
+def consumed_before(segments: tuple[Segment, ...], seed: int, row: int) -> dict[str, I64]:
+    """Rows of each source that each lane [L] took before the global row `row` of the last segment; sources that rest
+    included."""
+    if not segments:
+        return {}
+    earlier = consumed_before(segments[:-1], seed, segments[-1].first_row)
+    return {**earlier, **order_of(segments, seed).consumed(row)}
 
 
 class Span(NamedTuple):

@@ -3,8 +3,8 @@
 Takes rows consumed -> gives the rows of the next step, as JSON inside every checkpoint.
 
 Invariants: `next_row` is where the next step begins and lies in no skip; skips begin at step
-boundaries; the last segment says how rows are read now (sources with the hashes of their manifests,
-weights, lanes, batch size), earlier ones say how the rows before it were read; a quarantined block
+boundaries; a segment says how rows are read from its first one on (sources with the hashes of their manifests,
+weights, lanes, batch size), those behind `next_row` are planned; a quarantined block
 gives rows without labels from `from_row` on, so that a replay is identical whatever the disk says.
 """
 
@@ -73,7 +73,14 @@ class DataState:
     @property
     def segment(self) -> Segment:
         """The segment that the next step belongs to."""
-        return self.segments[-1]
+        return self.started[-1]
+
+    @property
+    def started(self) -> tuple[Segment, ...]:
+        """Segments up to the next step's; those behind them are planned."""
+        if not self.segments or self.segments[-1].first_row <= self.next_row:
+            return self.segments
+        return tuple(segment for segment in self.segments if segment.first_row <= self.next_row)
 
     @property
     def step_rows(self) -> range:
@@ -197,7 +204,5 @@ def _check_order(state: DataState) -> None:
     first_rows = [segment.first_row for segment in state.segments]
     if not first_rows or first_rows[0] != 0 or sorted(set(first_rows)) != first_rows:
         raise ValueError(f"segments begin at rows {first_rows}")
-    if first_rows[-1] > state.next_row:
-        raise ValueError(f"next_row={state.next_row} lies before the last segment")
     if any(skip.first_row >= skip.end_row for skip in state.skips):
         raise ValueError("a skip is empty")

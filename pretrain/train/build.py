@@ -96,7 +96,7 @@ class Training:
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Hands a record to every sink; only rank 0 has any."""
-        record = {"t": time.time(), **record, "save_stall_s": self.save_stall_s}
+        record = {"t": time.time(), **record, "save_stall_s": self.save_stall_s, **self.loader.fetch_record()}
         self.save_stall_s = 0.0
         for sink in self.sinks:
             sink.write(record)

@@ -52,8 +52,8 @@ def test_each_policy_is_found_where_the_schema_says_it() -> None:
 
 def test_an_entry_that_comes_or_goes_has_the_policy_of_its_mapping() -> None:
     added = changes("data.sources.web.path=/w")
-    assert [(c.field, c.old, c.policy) for c in added] == [("data.sources.web", None, "refused")]
-    assert added[0].new == {"path": "/w", "weight": 1.0}
+    assert [(c.field, c.old, c.policy) for c in added] == [("data.sources.web", None, "segment")]
+    assert added[0].new == {"path": "/w", "weight": 1.0, "max_epochs": None}
     assert [(c.field, c.policy) for c in changes("cluster.environment.A=b")] == [("cluster.environment.A", "logged")]
     assert [(c.field, c.policy) for c in changes("data.validation.v.path=/v")] == [("data.validation.v", "free")]
 

@@ -20,6 +20,8 @@ COMMANDS = {
     "checkpoint verify": ["--json", "-h"],
     "data build": ["-h"],
     "data explain": ["--json", "-h"],
+    "data mix": ["--json", "--parts", "-h"],
+    "data plan": ["--json", "--ranks", "-h"],
     "data reindex": ["--json", "-h"],
     "data stats": ["--json", "-h"],
     "data verify": ["--json", "-h"],
