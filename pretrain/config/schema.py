@@ -116,7 +116,7 @@ class DataConfig(Section):
     cache: Location | None = setting("directory for blocks fetched from remote sources", resume="free", default=None)
     cache_bytes: Bytes = setting("size of that cache in bytes", resume="free", default=20 * 2**30)
     prefetch_steps: PositiveInt = setting(
-        "steps read ahead by the prefetch thread; more where steps are small", resume="free", default=2
+        "steps read ahead by the prefetch thread; more where steps are small and local", resume="free", default=2
     )
 
 

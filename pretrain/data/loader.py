@@ -35,7 +35,7 @@ from pretrain.sequence import Batch
 from pretrain.topology import World
 
 _ROWS_LOCATED = 1024
-_SHORT_STEPS, _SHORT_STEPS_TOKENS = 16, 2**18  # that many steps are read ahead where they are small: 6 MB at most
+_SHORT_STEPS, _SHORT_STEPS_TOKENS = 16, 2**18  # local and small: 6 MB ahead
 _OBJECTIVES_WITHOUT_CHANCE = ("causal_lm", "seq2seq")  # a key per row would take a seventh of the time
 
 
@@ -101,12 +101,12 @@ class Loader:
         self._located: dict[int, I64] = {}
         self._located_in: tuple[Segment, ...] = ()
         step_tokens = config.batch.global_batch_size // world.size * config.batch.sequence_length
-        few = min(_SHORT_STEPS, _SHORT_STEPS_TOKENS // max(step_tokens, 1))
+        few = 1 if self._any_remote else min(_SHORT_STEPS, max(1, _SHORT_STEPS_TOKENS // max(step_tokens, 1)))
         self._prefetcher = Prefetcher(
             self._read,
             self.next_state,
             depth=max(config.data.prefetch_steps, few),
-            most_at_once=1 if self._any_remote else max(1, few // 2),
+            most_at_once=max(1, few // 2),
             timeout_s=config.health.data_timeout_s,
             fetching=lambda: next((s.reader.fetching for s in sources if s.reader.fetching), ""),
         )
