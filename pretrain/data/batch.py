@@ -90,7 +90,7 @@ def make_batch(
         dropout_key=key,
         target_tokens=target_tokens,
         target_bytes=target_bytes,
-        digest=digest_of(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths),
+        digest=_digest(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths),
     )
 
 
@@ -150,7 +150,7 @@ def _count_targets(labels: I64, byte_lengths: NDArray[np.integer]) -> tuple[int,
     return num, spelt - (labels.size - num) * int(byte_lengths[0])
 
 
-def digest_of(index: int, *arrays: I64 | None) -> int:
+def _digest(index: int, *arrays: I64 | None) -> int:
     """62 bits of BLAKE2b over the micro-batch's number and each array's size and checksum.
 
     A checksum is the sum of the values times fixed odd weights, modulo 2^64: a single changed value always changes

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from pretrain.data.arena import GatheredRows
-from pretrain.data.batch import BatchShape, digest_of
+from pretrain.data.batch import BatchShape, _digest
 from pretrain.data.objective import I64
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
@@ -62,7 +62,7 @@ def make_causal_batch(
         dropout_key=key,
         target_tokens=num_real - ends.size,
         target_bytes=target_bytes,
-        digest=digest_of(index, decoder_ids, lengths, labels, None, None),
+        digest=_digest(index, decoder_ids, lengths, labels, None, None),
     )
 
 
