@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from launch.job import entrypoint, new_submission_id
 from pretrain.errors import ExitCode, PretrainError
+from pretrain.faults import arm, passing
 from pretrain.log import Log
 from pretrain.rundir import RunDirectory
 from pretrain.rundir.journal import TERMINAL_KINDS
@@ -80,6 +81,7 @@ class Keeper:
         self._submission, self._lease = submission, lease
         self._log = Log(stream=sys.stderr)
         self._wait_s = FIRST_WAIT_S
+        arm("keeper")
         self._since_t = time.monotonic()
         self._client = JobSubmissionClient(ray.get_runtime_context().gcs_address)
         threading.Thread(target=self._keep, name="keep", daemon=True).start()
@@ -102,6 +104,7 @@ class Keeper:
 
     def _is_over(self) -> bool:
         """One look; starts the driver again if it died."""
+        passing("keeper.look")
         info = self._newest_job()
         if info.status == JobStatus.STOPPED:
             return True
@@ -114,6 +117,7 @@ class Keeper:
         time.sleep(self._wait_s)
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
         name = self._run_url.rstrip("/").rsplit("/", 1)[-1]
+        passing("keeper.submit")
         self._submission = self._client.submit_job(
             entrypoint=entrypoint(self._run_url, "--again"),
             submission_id=new_submission_id(name),

@@ -22,6 +22,7 @@ from launch.controller.crew import Crew, Nodes
 from launch.controller.state import RunState
 from pretrain.config import ConfigChange, RunConfig, describe_changes
 from pretrain.errors import PretrainError, UserError
+from pretrain.faults import arm
 from pretrain.log import Log
 from pretrain.rundir import EventKind, JournalWriter, Lease, ProcessIdentity, RunDirectory, wait_until_gone
 
@@ -44,6 +45,7 @@ def hold_run(
     Raises:
         LeaseHeldError: another process holds the run.
     """
+    arm("controller")
     lease = Lease.acquire(run.store, purpose=purpose, takeover=takeover)
     lease.start_renewing()
     with contextlib.closing(_Released(lease)):

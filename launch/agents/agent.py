@@ -28,6 +28,7 @@ from launch.agents.ranks import Ranks
 from launch.agents.spool import LogSpool
 from launch.agents.standbys import StandbyOrder, Standbys
 from launch.agents.wire import ALIVE_EVERY_S, CONTROLLER_SILENT_S, Channel, Message
+from pretrain.faults import arm, passing
 from pretrain.store import open_store
 
 THIS_PYTHON = "{python}"  # stands in a rank's command for the interpreter that the agent runs on
@@ -58,6 +59,7 @@ class Agent:
 
     def run(self) -> None:
         """Connects and serves; returns when all is over. Must stay on the thread that called it."""
+        arm("agent")
         self._channel = Channel(socket.create_connection(self._controller, timeout=10.0))
         hello = {"kind": "hello", "secret": self._secret, "node": self._node, "host": socket.gethostname()}
         self._channel.send({**hello, "address": self._address, "pid": os.getpid()})
@@ -128,6 +130,7 @@ class Agent:
 
     def _start(self, message: Message) -> None:
         self._attempt = int(message["attempt"])
+        passing("agent.start")
         self._standbys.rest()
         orders = [
             RankOrder(

@@ -17,6 +17,7 @@ from typing import IO
 
 from launch.agents.process import Child, RankOrder, Tell, spawn_rank, tail_of
 from launch.agents.standbys import TAKEN_WITHIN_S, Standbys, hand_over
+from pretrain.faults import passing
 from pretrain.rundir import identify_process
 
 
@@ -108,6 +109,7 @@ class Ranks:
         rank.answer_until_t = None
         process = {**identify_process(rank.child.pid).to_json(), "standby": rank.was_standby}
         self._tell(rank.order.rank, "spawned", process=process)
+        passing("agent.spawned")
 
     def _watch(self, rank: _Rank) -> None:
         number = rank.order.rank
@@ -144,6 +146,7 @@ class Ranks:
             if descriptor in registered:
                 self._selector.unregister(descriptor)
         code = rank.child.reap()
+        passing("agent.heard_exit")
         if rank.output:
             rank.output.close()
         if rank.answer_until_t is not None and not rank.killed:

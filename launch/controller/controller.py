@@ -36,6 +36,7 @@ from launch.controller.state import (
 )
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ExitCode, FencedError, StoreError
+from pretrain.faults import passing
 from pretrain.log import Log
 from pretrain.rundir import EventKind, Lease, RunDirectory
 
@@ -140,6 +141,7 @@ class Controller:
 
     def look(self) -> None:
         """One turn: observe, decide, act."""
+        passing("controller.look")
         news = self._workers.look(LOOK_S)
         now = time.monotonic()
         if self._unwritten and now - self._write_t > 1.0:
@@ -169,6 +171,7 @@ class Controller:
             case Place(num_ranks):
                 self._workers.place(num_ranks)
             case StartRanks(attempt, num_ranks, why):
+                passing("controller.start")
                 self._processes = {}
                 self._workers.start(attempt, num_ranks)
                 self._log.info("attempt starts", attempt=attempt, ranks=num_ranks, why=why)
@@ -190,6 +193,7 @@ class Controller:
                 self._finish(outcome)
 
     def _record_fault(self, attempt: int, fault: Fault, plan: str) -> None:
+        passing("controller.fault")
         self._log.error(f"{fault.text}\n{plan}")
         self.record(
             EventKind.FAULT,

@@ -20,6 +20,7 @@ from pretrain.checkpoint.memory import MemoryCopy, MemoryTier
 from pretrain.engine.distributed import broadcast_bytes, gather_texts, vote
 from pretrain.engine.state import Scalars, Stateful
 from pretrain.errors import CheckpointError, PretrainError
+from pretrain.faults import passing
 from pretrain.store import Store
 from pretrain.topology import World
 
@@ -73,6 +74,7 @@ def restore(
     candidates = [_Candidate(durable_name) for durable_name in durable]
     if memory is not None and name is None:
         candidates += [_Candidate(copy.name, copy) for copy in memory.copies()]
+    passing("load.chosen")
     for candidate in sorted(candidates, key=lambda one: one.order, reverse=True):
         if candidate.copy is not None and memory is not None:
             manifest, problem = _try_memory(memory, engine, candidate.copy)
@@ -80,6 +82,7 @@ def restore(
             manifest, problem = _try_durable(store, world, engine, candidate.name)
         if manifest is not None and problem is None:
             training_state = manifest.training_state
+            passing("load.done", candidate.name)
             return Restored(candidate.name, manifest.step, training_state, skipped, candidate.copy is not None)
         skipped.append((candidate.label, problem or "unreadable"))
         if candidate.copy is not None and memory is not None:
@@ -171,6 +174,7 @@ def _read(
 ) -> str | None:
     """Fills this rank's state; gives the problems of all ranks. A collective."""
     problem = ""
+    passing("load.verified", manifest.name)
     fragments = engine.begin_restore(element_keys, scalars)
     try:
         with CheckpointFiles(store.child(manifest.name), manifest) as files:
@@ -179,6 +183,7 @@ def _read(
                     files.fill(view, key, fragment.name, fragment.start)
     except PretrainError as error:
         problem = str(error)
+    passing("load.read", manifest.name)
     problems = [text for text in gather_texts(problem) if text]
     if problems:
         return "; ".join(problems)

@@ -35,6 +35,7 @@ from pretrain.checkpoint.handle import SaveHandle, SaveProgress
 from pretrain.engine.distributed import gather_texts
 from pretrain.engine.state import MASTER, Stateful
 from pretrain.errors import FencedError, PretrainError, StoreError
+from pretrain.faults import passing
 from pretrain.rundir.records import decode_record, encode_record
 from pretrain.store import NotFoundError, Store
 from pretrain.topology import World
@@ -110,6 +111,7 @@ def save(
     idle = idle_copies(engine)
     copy = idle.pop() if idle else HostCopy()
     copy.take(fragments, keys, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": save_id})
+    passing("save.copied", name)
     ranges = tuple((index[f.name], f.start, f.length) for f in fragments)
     job = _Job(
         store.child(name), name, world.rank, save_id, manifest, ranges, keys, copy, idle, guard, world.size, patience_s,
@@ -122,6 +124,7 @@ def _write(job: _Job, progress: SaveProgress) -> None:
     """The thread: own file, sidecar, and on rank 0 the manifest; or own file and own part of the manifest."""
     try:
         entry = _write_own_file(job, progress)
+        passing("save.written", job.name)
         if job.in_parts:
             job.guard()
             job.store.put(part_file(job.rank), replace(job.manifest, files=(entry,)).encode())
@@ -132,7 +135,9 @@ def _write(job: _Job, progress: SaveProgress) -> None:
         files = [entry, *_others(job, progress)]
         data = replace(job.manifest, files=tuple(files)).encode()
         job.guard()
+        passing("save.before_manifest", job.name)
         job.store.put(MANIFEST, data)
+        passing("save.after_manifest", job.name)
     except FencedError:
         raise  # the run belongs to another attempt: touch nothing
     except PretrainError as error:

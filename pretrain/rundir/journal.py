@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pretrain.faults import passing
 from pretrain.rundir.lease import Lease
 from pretrain.rundir.records import encode_record, read_record
 from pretrain.store import NotFoundError, Store
@@ -85,7 +86,9 @@ class JournalWriter:
                 body = {"kind": event.kind, "t": event.t, "lease": event.lease, "seq": event.seq}
                 data = encode_record({**body, "fields": fields, "seen": self._seen})
                 self._next += 1
+                passing("journal.before", event.kind)
                 if self._store.put_if_absent(_key(event.lease, event.seq), data):
+                    passing("journal.after", event.kind)
                     return event
 
 

@@ -14,6 +14,7 @@ import time
 import uuid
 
 from pretrain.errors import FencedError, LeaseHeldError, RunError, StoreError
+from pretrain.faults import passing
 from pretrain.rundir.lease_file import (
     DEAD_AFTER_S,
     LeaseRecord,
@@ -161,6 +162,7 @@ class Lease:
         while not self._stop.wait(RENEW_EVERY_S):
             try:
                 self.check()
+                passing("lease.renew")
                 self._write(released=False)
                 self.renewal_error = None
             except FencedError:

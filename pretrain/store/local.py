@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pretrain.errors import StoreError
+from pretrain.faults import passing
 from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedError, checked_key
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
@@ -49,7 +50,9 @@ class LocalStore:
     def put_stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
         path = self._path(key)
         with self._written(key, path, chunks) as (temporary, written), _explained("write", path):
+            passing("store.before_rename", path)
             os.replace(temporary, path)
+            passing("store.after_rename", path)
             _sync_folder(os.path.dirname(path))
         return written
 
@@ -168,6 +171,7 @@ class LocalStore:
         written = 0
         try:
             with _explained("write", path):
+                passing("store.open", path)
                 self._make_folder(folder)
                 file = open(temporary, "xb", buffering=0)  # noqa: SIM115 (closed below, inside the same error translation)
             with file:
@@ -178,7 +182,9 @@ class LocalStore:
                             count = file.write(view)
                             written += count
                             view = view[count:]
+                        passing("store.mid_write", path)
                 with _explained("write", path):
+                    passing("store.before_fsync", path)
                     os.fsync(file.fileno())
             yield temporary, written
         finally:

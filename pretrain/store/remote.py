@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretrain.errors import StoreError
+from pretrain.faults import passing
 from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedError, checked_key
 from pretrain.store.client import open_url
 from pretrain.store.local import short_read
@@ -42,6 +43,7 @@ class RemoteStore:
     def put(self, key: str, data: bytes) -> None:
         path = self._path(key)
         with self._explained("write", key):
+            passing("store.upload", path)
             self._files.pipe_file(path, bytes(data))
 
     def put_stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
@@ -53,6 +55,7 @@ class RemoteStore:
             with self._explained("write", key):
                 file.flush()
                 size = file.tell()
+                passing("store.upload", path)
                 self._files.put_file(file.name, path)
         return size
 
@@ -97,6 +100,7 @@ class RemoteStore:
         if length == 0:
             return b""
         with self._explained("read", key):
+            passing("store.download", path)
             data = bytes(self._files.cat_file(path, start=start, end=start + length))
         if len(data) > length:
             raise StoreError(

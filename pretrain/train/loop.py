@@ -19,6 +19,7 @@ from pretrain.data.loader import StepData
 from pretrain.engine.distributed import all_reduce_sums, gather_texts
 from pretrain.engine.engine import StepOutcome
 from pretrain.errors import ExitCode, HealthError
+from pretrain.faults import passing
 from pretrain.optim.schedules import learning_rate_at
 from pretrain.train.build import Training
 from pretrain.train.state import TrainingState
@@ -82,6 +83,7 @@ def train(training: Training) -> ExitCode:
         last = state.step == config.schedule.total_steps
         if last or state.step % config.metrics.log_every_steps == 0 or not record.outcome.applied:
             _log_step(training, state, record)
+            passing("step.logged")
         _check_health(training, state)
         if _due(state.step, config.eval.every_steps) or (last and config.eval.every_steps):
             with training.throughput.excluded():
@@ -110,10 +112,12 @@ def _read_step(training: Training, state: TrainingState) -> tuple[TrainingState,
     """The step's micro-batches and what all ranks agree on; a corrupt block that is masked is read around."""
     heartbeat, loader = training.place.heartbeat, training.loader
     while True:
+        passing("step.begins")
         heartbeat.phase("data", state.step)
         data = loader.read(state.step, state.data)
         heartbeat.phase("step", state.step, collective=True)
         agreed = agree(data, training.place.stop.reason, save_due=training.saver.time_is_up)
+        passing("step.agreed")
         if not agreed.newly_corrupt:
             return state, data, agreed
         # Only the rank that read a block knows that it is bad: all take it into their state and read again.
@@ -147,9 +151,12 @@ def _optimize(
     for batch in data.batches:
         sums = training.engine.micro_step(batch.to(training.place.device), global_target_tokens=agreed.target_tokens)
         training.place.heartbeat.phase("step", state.step)
+        passing("step.microstep")
         total += torch.stack(sums)
     learning_rate = learning_rate_at(state.step, training.config.optimizer.learning_rate, training.config.schedule)
+    passing("step.before_update")
     outcome = training.engine.step(learning_rate)
+    passing("step.after_update")
     return StepRecord(agreed, outcome, learning_rate, total, data_wait_s)
 
 

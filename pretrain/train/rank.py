@@ -18,6 +18,7 @@ import torch
 from pretrain.config import ConfigChange, RunConfig, describe_changes, load_config
 from pretrain.engine.distributed import broadcast_bytes, gather_texts, start_process_group, stop_process_group, vote
 from pretrain.errors import ExitCode, PretrainError, UserError
+from pretrain.faults import arm, passing
 from pretrain.log import Log
 from pretrain.rundir import (
     JournalWriter,
@@ -47,6 +48,7 @@ def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -
     """
     die_with_parent()
     world = World.from_environment()
+    arm("rank", rank=world.rank, attempt=attempt)
     log = Log(world.rank)
     stop = StopFlag(log)
     stop.watch_lifeline(descriptor("PRETRAIN_LIFELINE_FD"))
@@ -82,6 +84,7 @@ def run_standalone(
     named = [f"name={json.dumps(name)}"] if name is not None else []
     config = load_config(path, [*overrides, *named])
     world = World.from_environment()
+    arm("rank", rank=world.rank)
     log = Log(world.rank if world.size > 1 else None)
     stop = StopFlag(log)
     stop.watch_signals()
@@ -162,7 +165,9 @@ def _earlier_ranks(run: RunDirectory) -> list[ProcessIdentity]:
 
 
 def _train_here(config: RunConfig, place: Place) -> ExitCode:
+    passing("start.process_group")
     training = build_training(config, place)
+    passing("start.built")
     try:
         return train(training)
     finally:

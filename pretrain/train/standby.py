@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from pretrain.errors import ExitCode
+from pretrain.faults import arm, passing
 from pretrain.train.watch import Heartbeat, descriptor, die_with_parent
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -52,6 +53,7 @@ def become_rank() -> list[str]:
     Raises:
         UserError: no agent started it.
     """
+    arm("standby")
     heartbeat = Heartbeat(descriptor("PRETRAIN_HEARTBEAT_FD"))
     return stand_by(descriptor("PRETRAIN_LIFELINE_FD"), heartbeat, imports_of_a_rank())
 
@@ -86,6 +88,7 @@ def stand_by(lifeline: int, heartbeat: Heartbeat, parts: Sequence[Callable[[], o
     arguments = _take_order(lifeline)
     hurry.set()
     heartbeat.standby("taken")
+    passing("standby.taken")
     if worker.native_id is not None:
         with contextlib.suppress(OSError):  # allowed to root only; others wait for one part at low priority
             os.setpriority(os.PRIO_PROCESS, worker.native_id, 0)

@@ -1,0 +1,131 @@
+"""Trials on rank processes without agents: start, hurt, start again until the run is complete, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.checkpoint import list_checkpoints
+from pretrain.errors import PretrainError
+from pretrain.rundir import RunDirectory
+from tests.chaos.plan import SAVE_EVERY, STEPS, Trial
+from tests.chaos.ranks_pool import Group, RankPool
+from tests.chaos.verdict import differences, leftovers
+from tests.tiny import Tiny
+
+_STARTS = 8
+_PEER_GRACE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a trial ended; it counts only when `fired`.
+
+    Attributes:
+        problems: empty when the run ended as the untouched one, in time and with nothing left.
+    """
+
+    trial: Trial
+    fired: bool
+    problems: tuple[str, ...]
+    starts: int
+    seconds: float
+
+
+class DirectBench:
+    """Runs trials one after the other in `folder`, each compared with an untouched run of as many ranks."""
+
+    def __init__(self, folder: Path, tiny: Tiny, pool: RankPool) -> None:
+        self._folder, self._tiny, self._pool = folder, tiny, pool
+        self._references: dict[int, RunDirectory] = {}
+
+    def run(self, trial: Trial) -> Result:
+        reference = self._reference(trial.ranks)
+        home = self._folder / f"trial-{trial.number:04d}"
+        home.mkdir(parents=True)
+        plan = home / "faults.json"
+        plan.write_text(json.dumps(trial.orders))
+        began = time.monotonic()
+        starts, problems = 0, []
+        while True:
+            starts += 1
+            group = self._start(home, trial, plan)
+            if not self._see_end(group, trial):
+                problems.append(f"start {starts} did not end in {trial.bound_s:g} s\n{group.output()}")
+                break
+            if all(code == 0 for code in group.codes.values()) and len(group.codes) == trial.ranks:
+                break
+            if starts == _STARTS:
+                problems.append(f"not complete after {starts} starts, codes {group.codes}\n{group.output()}")
+                break
+            if 2 in group.codes.values():
+                problems.append(f"a fault was taken for a user error\n{group.output()}")
+                break
+            if starts == 1 and trial.act:
+                damage(home / "run" / "checkpoints", trial.act)
+        seconds = time.monotonic() - began
+        fired = all(Path(f"{plan}.fired-{index}").exists() for index in range(len(trial.orders)))
+        if not problems:
+            problems += differences(reference, RunDirectory.locate(str(home / "run")), STEPS)
+            problems += leftovers(home / "run", str(home), home / "memory")
+        if seconds > trial.bound_s:
+            problems.append(f"took {seconds:.0f} s, at most {trial.bound_s:g}")
+        return Result(trial, fired, tuple(problems), starts, seconds)
+
+    def _reference(self, ranks: int) -> RunDirectory:
+        if ranks not in self._references:
+            home = self._folder / f"untouched-{ranks}"
+            home.mkdir(parents=True)
+            group = self._start(home, Trial(0, "untouched", ranks, False, ()), home / "no-faults")
+            assert group.wait(60.0), group.output()
+            assert set(group.codes.values()) == {0}, group.output()
+            self._references[ranks] = RunDirectory.locate(str(home / "run"))
+        return self._references[ranks]
+
+    def _start(self, home: Path, trial: Trial, plan: Path) -> Group:
+        memory = home / "memory"
+        overrides = [
+            "name=run", f"schedule.total_steps={STEPS}", f"checkpoint.every_steps={SAVE_EVERY}",
+            f"cluster.num_ranks={trial.ranks}", *trial.overrides,
+        ]  # fmt: skip
+        if trial.memory:
+            memory.mkdir(exist_ok=True)
+            overrides += ["checkpoint.ram_every_steps=1", f"checkpoint.ram_directory={memory}"]
+        environment = {
+            "PRETRAIN_HOME": str(home), "PRETRAIN_FAULTS": str(plan), "PRETRAIN_TRIAL": str(home),
+            "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        logs = [home / f"rank-{rank}.log" for rank in range(trial.ranks)]
+        arguments = [*self._tiny.decoder(*overrides), "--resume", "auto"]
+        return self._pool.start(arguments, ranks=trial.ranks, environment=environment, logs=logs)
+
+    def _see_end(self, group: Group, trial: Trial) -> bool:
+        """Whether a rank ended by itself; what is left of the others a moment later is killed, as torchrun would."""
+        ended = group.wait_for_one(trial.bound_s)
+        if ended and all(code == 0 for code in group.codes.values()):
+            group.wait(30.0)
+        elif ended:
+            group.wait(_PEER_GRACE_S)
+        group.kill()
+        return ended
+
+
+def damage(checkpoints: Path, act: str) -> None:
+    """Flips a bit in, cuts or removes a file of the newest good checkpoint. Raises when there are not two good ones."""
+    what, name = act.split(" ")
+    good = [info for info in list_checkpoints(RunDirectory.locate(str(checkpoints.parent)).checkpoints)
+            if not info.problem]  # fmt: skip
+    if len(good) < 2:
+        raise PretrainError(f"{checkpoints} has {len(good)} good checkpoints. Damage needs one to fall back to.")
+    path = checkpoints / good[0].name / name
+    if what == "lose":
+        path.unlink()
+    elif what == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)

@@ -1,0 +1,38 @@
+"""A short campaign on rank processes: each run is hurt at a named point and ends as the untouched one, bit for bit.
+
+The whole campaign is `python -m tests.chaos`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.direct import DirectBench
+from tests.chaos.plan import direct_trials
+from tests.chaos.ranks_pool import RankPool
+from tests.tiny import build_tiny
+
+# One of each kind that other tests do not have: inside a save, a load, a write; two at once; stopped; full disk; damage.
+CHOSEN = (
+    "save.written", "save.before_manifest", "store.before_rename", "load.verified", "load.read", "journal.before",
+    "two", "stop", "full disk", "flip", "slow disk",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DirectBench]:
+    folder: Path = tmp_path_factory.mktemp("chaos")
+    (folder / "data").mkdir()
+    with RankPool() as pool:
+        yield DirectBench(folder, build_tiny(folder / "data"), pool)
+
+
+@pytest.mark.parametrize("tag", CHOSEN)
+def test_a_hurt_run_ends_as_the_untouched_one(bench: DirectBench, tag: str) -> None:
+    trial = next(trial for trial in direct_trials(160, seed=0) if tag in trial.tags)
+    result = bench.run(trial)
+    assert result.fired, f"{trial.name} did not fire"
+    assert result.problems == (), trial.name
