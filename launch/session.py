@@ -25,6 +25,7 @@ from pretrain.errors import PretrainError, UserError
 from pretrain.faults import arm
 from pretrain.log import Log
 from pretrain.rundir import EventKind, JournalWriter, Lease, ProcessIdentity, RunDirectory, wait_until_gone
+from pretrain.store import remove_leftovers
 
 CONTROLLER_LOG = "logs/controller.log"
 RANK_COMMAND_VARIABLE = "PRETRAIN_RANK_COMMAND"  # JSON list; tests put ranks there that do not train
@@ -52,6 +53,7 @@ def hold_run(
         killed = wait_until_gone(_earlier_ranks(run))
         if killed:
             log.warning("ranks of an earlier attempt had to be killed", ranks=", ".join(map(str, killed)))
+        remove_leftovers(run.store)
         journal = run.journal(lease)
         if not again:
             run.clear_requests()

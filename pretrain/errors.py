@@ -19,6 +19,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 5  # state saved on a signal: resumable
     PEER_FAILED = 6  # a collective broke because another rank died: not blamed
     FENCED = 7  # lost its lease or its agent
+    UNHEALTHY = 8  # the run's own numbers are bad and its rules say stop: never retried, it would end the same way
 
 
 class PretrainError(Exception):
@@ -80,4 +81,6 @@ class PeerFailedError(PretrainError):
 
 
 class HealthError(PretrainError):
-    """The run itself is ill: too many skipped steps, a crash loop, a hang."""
+    """The run itself is ill: too many bad steps, or nowhere to go back to."""
+
+    exit_code = ExitCode.UNHEALTHY

@@ -81,3 +81,12 @@ def no_process_left_behind() -> Iterator[None]:
             continue
     if names:
         pytest.fail("the test left processes behind:\n" + "\n".join(names), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[object]:
+    """A process that forks ranks with everything imported; see tests/chaos/ranks_pool.py."""
+    from tests.chaos.ranks_pool import RankPool
+
+    with RankPool() as pool:
+        yield pool

@@ -115,6 +115,8 @@ class Agent:
                 self._standbys.want(order)
             case "word":
                 self._ranks.say(str(message["word"]))
+            case "stacks":
+                self._ranks.ask_stacks()
             case "kill":
                 self._ranks.kill()
             case "bye":

@@ -138,6 +138,11 @@ class Child:
                     parsed.append(value)
         return parsed
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """SIGKILL to the process and all it started."""
         with contextlib.suppress(ProcessLookupError):
@@ -165,6 +170,33 @@ def spawn_rank(order: RankOrder, inherited: Mapping[str, str], listener: socket.
     with order.open_log() as output:
         command = [*order.command, *order.arguments]
         return Child(command, {**inherited, **order.fixed, **order.own}, output, listener)
+
+
+def state_of(pid: int) -> str:
+    """R, S, D, T or Z, as Linux tells it; empty where there is no such process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+    return "T" if state == "t" else state
+
+
+def size_of(log: Path) -> int:
+    """Bytes of a file; 0 when there is none."""
+    try:
+        return log.stat().st_size
+    except OSError:
+        return 0
+
+
+def read_from(log: Path, start: int, limit: int) -> str:
+    """What was written into a file behind `start`, at most `limit` bytes."""
+    try:
+        with log.open("rb") as stream:
+            stream.seek(start)
+            return stream.read(limit).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def tail_of(log: Path) -> str:

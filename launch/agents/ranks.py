@@ -15,10 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from launch.agents.process import Child, RankOrder, Tell, spawn_rank, tail_of
+from launch.agents.process import Child, RankOrder, Tell, read_from, size_of, spawn_rank, state_of, tail_of
 from launch.agents.standbys import TAKEN_WITHIN_S, Standbys, hand_over
 from pretrain.faults import passing
 from pretrain.rundir import identify_process
+from pretrain.train.watch import STACKS_SIGNAL
+
+STACKS_WITHIN_S = 0.3  # a rank that can run writes them within milliseconds
+STACK_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -27,6 +31,7 @@ class _Rank:
     child: Child
     answer_until_t: float | None = None  # a standby that has not answered yet; None: it is a rank
     killed: bool = False
+    log_bytes: int = 0  # of its log before it was asked for its stacks
     output: IO[bytes] | None = None  # what it printed as a standby
 
     @property
@@ -48,6 +53,7 @@ class Ranks:
         self._ranks: dict[int, _Rank] = {}
         self._listener: socket.socket | None = None
         self._word: str | None = None
+        self._stacks_t: float | None = None  # when what the ranks wrote about their stacks is read
 
     def start(self, orders: Sequence[RankOrder], listener: socket.socket | None) -> None:
         """Starts the ranks of an attempt; takes the listening socket of rank 0 over."""
@@ -63,6 +69,13 @@ class Ranks:
         for rank in self._ranks.values():
             rank.child.say(word)
 
+    def ask_stacks(self) -> None:
+        """Has every rank write its stacks into its log; they are sent a moment later."""
+        self._stacks_t = time.monotonic() + STACKS_WITHIN_S
+        for rank in self._ranks.values():
+            rank.log_bytes = size_of(rank.order.log)
+            rank.child.signal(STACKS_SIGNAL)
+
     def kill(self) -> None:
         for rank in self._ranks.values():
             rank.killed = True
@@ -71,6 +84,11 @@ class Ranks:
     def check(self) -> None:
         """Kills standbys that do not answer; their end makes room for a new process."""
         now = time.monotonic()
+        if self._stacks_t is not None and now > self._stacks_t:
+            self._stacks_t = None
+            for number, rank in self._ranks.items():
+                text = read_from(rank.order.log, rank.log_bytes, STACK_BYTES)
+                self._tell(number, "stack", state=state_of(rank.child.pid), text=text)
         for rank in self._ranks.values():
             if rank.answer_until_t is not None and now > rank.answer_until_t:
                 rank.child.kill()

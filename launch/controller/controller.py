@@ -29,10 +29,12 @@ from launch.controller.state import (
     Place,
     RecordEnd,
     RecordFault,
+    RecordStraggler,
     RunState,
     StandBy,
     StartRanks,
     Stop,
+    TakeStacks,
 )
 from pretrain.config.schema import RunConfig
 from pretrain.errors import ExitCode, FencedError, StoreError
@@ -47,7 +49,15 @@ JOURNAL_WITHIN_S = 30.0  # longest wait at the end for a store that takes no jou
 
 # Events of a rank's heartbeat pipe that belong into the journal.
 RANK_EVENTS = {
-    kind.value: kind for kind in (EventKind.RESTORED, EventKind.TRAINING, EventKind.COMMITTED, EventKind.SAVE_FAILED)
+    kind.value: kind
+    for kind in (
+        EventKind.RESTORED,
+        EventKind.TRAINING,
+        EventKind.COMMITTED,
+        EventKind.SAVE_FAILED,
+        EventKind.STEP_RERUN,
+        EventKind.ROLLED_BACK,
+    )
 }
 
 
@@ -58,6 +68,7 @@ class Workers(Protocol):
     def place(self, num_ranks: int) -> None: ...
     def start(self, attempt: int, num_ranks: int) -> None: ...
     def stand_by(self) -> None: ...
+    def take_stacks(self) -> None: ...
     def say(self, word: str) -> None: ...
     def kill(self) -> None: ...
     def look(self, timeout_s: float) -> News: ...
@@ -77,6 +88,9 @@ def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
         backoff_s=cluster.backoff_s,
         heartbeat_timeout_s=health.heartbeat_timeout_s,
         start_timeout_s=health.start_timeout_s,
+        learned_deadlines=health.learned_deadlines,
+        data_timeout_s=health.data_timeout_s,
+        sleepless_s=1.0,
         suspect_grace_s=1.0 if one_host else 4.0,
         standbys=cluster.standbys,
     )
@@ -157,6 +171,8 @@ class Controller:
             exits=tuple(news.exits),
             beats=tuple(news.beats),
             lost=news.lost,
+            unheard=news.unheard,
+            stacks=tuple(news.stacks),
             committed_step=committed,
             stop=self._stop,
             fenced=self._fenced,
@@ -178,6 +194,12 @@ class Controller:
                 self.record(EventKind.ATTEMPT_STARTED, attempt=attempt, ranks=num_ranks, host=self._host, why=why)
             case StandBy():
                 self._workers.stand_by()
+            case TakeStacks():
+                self._workers.take_stacks()
+            case RecordStraggler(attempt, rank, host):
+                told = {"median_s": action.median_s, "p90_s": action.p90_s, "others_median_s": action.others_median_s}
+                self._log.warning("a rank is slower than the others", rank=rank, host=host, **told)
+                self.record(EventKind.STRAGGLER, attempt=attempt, rank=rank, host=host, **told)
             case AskRanks(word):
                 self._workers.say(word)
                 self._log.info("the ranks were asked to save and end")
@@ -185,15 +207,23 @@ class Controller:
                 self._workers.kill()
                 if reason:
                     self._log.info("the ranks of the attempt are killed", why=reason)
-            case RecordFault(attempt, fault, plan):
-                self._record_fault(attempt, fault, plan)
+            case RecordFault(attempt, fault, plan, page):
+                self._record_fault(attempt, fault, plan, page)
             case RecordEnd(attempt, outcome):
                 self.record(EventKind.ATTEMPT_ENDED, attempt=attempt, outcome=outcome)
             case Finish(outcome):
                 self._finish(outcome)
 
-    def _record_fault(self, attempt: int, fault: Fault, plan: str) -> None:
+    def _record_fault(self, attempt: int, fault: Fault, plan: str, page: str) -> None:
         passing("controller.fault")
+        where: dict[str, str] = {}
+        if page:
+            where["report"] = f"logs/attempt-{attempt:03d}/hang.txt"
+            try:
+                self._run.store.put(where["report"], page.encode())
+            except StoreError as error:
+                self._log.warning("the report of a hang could not be written", error=error)
+            plan = f"Stacks of all ranks: {where['report']}. {plan}"
         self._log.error(f"{fault.text}\n{plan}")
         self.record(
             EventKind.FAULT,
@@ -203,6 +233,7 @@ class Controller:
             exit_code=fault.exit_code,
             message=fault.message,
             log_tail=fault.tail,
+            **where,
         )
 
     def _finish(self, outcome: Outcome) -> None:

@@ -18,9 +18,10 @@ from typing import Any, Protocol
 
 from launch.controller.attempt import RankPlace, RankSetting, assign_ranks, choose_nodes, rank_environment
 from launch.controller.hub import Hub
-from launch.controller.state import Beat, RankExit
+from launch.controller.state import Beat, RankExit, RankStack
 
 AGENT_START_S = 60.0  # from the order for slots to the agent's first word
+UNHEARD_S = 1.2  # an agent says something every 0.5 s
 RELEASE_WITHIN_S = 5.0  # longest wait at the end for a Ray that may be dead itself
 LOST_NODE_REST_S = 20.0  # Ray declares a killed node dead after 13 s (measured)
 
@@ -74,6 +75,8 @@ class News:
     processes: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> identity, as spawned
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # rank, event of its heartbeat pipe
     standbys_ready: int | None = None  # all that were asked for are ready now; how many
+    stacks: list[RankStack] = field(default_factory=list)
+    unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now
     notes: list[str] = field(default_factory=list)  # what agents have to say to people
 
 
@@ -152,6 +155,10 @@ class Crew:
             order = {"kind": "standby", "count": agent.standbys, "command": command, "environment": environment}
             self._hub.send(agent.number, order)
 
+    def take_stacks(self) -> None:
+        """Asks every rank for its stacks; they will be news."""
+        self._tell_all({"kind": "stacks"})
+
     def say(self, word: str) -> None:
         """Sends a word to every rank; those that are just being started get it too."""
         self._word = word
@@ -217,6 +224,8 @@ class Crew:
             news.exits.append(RankExit(int(message["rank"]), 6))
         elif kind == "spawned":
             news.processes[int(message["rank"])] = message["process"]
+        elif kind == "stack":
+            news.stacks.append(RankStack(int(message["rank"]), str(message["state"]), str(message["text"])))
         elif kind == "exit":
             news.exits.append(RankExit(int(message["rank"]), int(message["code"]), str(message["tail"])))
         elif kind == "lines":
@@ -261,6 +270,8 @@ class Crew:
         slept, self._looked_t = now - self._looked_t > self._agent_silent_s / 2, now
         if slept:  # this process itself did not run; what the agents said meanwhile is unread
             return
+        unheard = {number for number in self._agents if self._hub.silent_s(number) > UNHEARD_S}
+        news.unheard = frozenset(place.rank for place in self._places if place.agent in unheard)
         for agent in list(self._agents.values()):
             silent_s = self._hub.silent_s(agent.number)
             if silent_s > self._agent_silent_s:
@@ -324,4 +335,5 @@ def _read_lines(rank: int, lines: list[dict[str, Any]], news: News) -> None:
         if "event" in line:
             news.events.append((rank, line))
         elif isinstance(line.get("phase"), str) and isinstance(line.get("step"), int):
-            news.beats.append(Beat(rank, line["phase"], line["step"]))
+            t, own_s = (line.get(name) if isinstance(line.get(name), float) else None for name in ("t", "own_s"))
+            news.beats.append(Beat(rank, line["phase"], line["step"], int(line.get("collective", 0)), t, own_s))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from dataclasses import replace
 
+from launch.controller.hangs import doing, find_hang, hear, odd_one_out, report, stragglers, taken
 from launch.controller.state import (
     Action,
     AskRanks,
@@ -27,15 +28,19 @@ from launch.controller.state import (
     RankView,
     RecordEnd,
     RecordFault,
+    RecordStraggler,
     RunState,
     StandBy,
     StartRanks,
     Stop,
+    TakeStacks,
 )
 from pretrain.errors import ExitCode
 
 Decision = tuple[RunState, list[Action]]
 
+# Another attempt would end the same way.
+_HOPELESS = (ExitCode.USER_ERROR, ExitCode.UNHEALTHY)
 _ENDED_WELL = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
 _STOP_STRENGTH: dict[Stop | None, int] = {stop: strength for strength, stop in enumerate((None, *Stop))}
 
@@ -43,8 +48,8 @@ _STOP_STRENGTH: dict[Stop | None, int] = {stop: strength for strength, stop in e
 def decide(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
     """One look: absorbs what was seen, then acts by phase."""
     asked_before = state.stop
-    state = _absorb(state, seen, now)
-    if state.phase in (Phase.RUNNING, Phase.SUSPECTING):
+    state = _absorb(state, seen, now, limits)
+    if state.phase in (Phase.RUNNING, Phase.SUSPECTING, Phase.EXAMINING):
         return _watch_ranks(state, seen, now, limits, asked_before)
     if state.phase is Phase.KILLING:
         return _await_killed(state, now, limits)
@@ -61,21 +66,24 @@ def decide(state: RunState, seen: Observation, now: float, limits: Limits) -> De
     return _place(state, seen, now, limits)
 
 
-def _absorb(state: RunState, seen: Observation, now: float) -> RunState:
-    ranks = dict(state.ranks)
+def _absorb(state: RunState, seen: Observation, now: float, limits: Limits) -> RunState:
+    ranks, times = dict(state.ranks), state.times
     for beat in seen.beats:
         view = ranks.get(beat.rank)
         if view is None or view.gone:
             continue
-        first = view.first_step if view.first_step is not None or beat.phase == "start" else beat.step
-        ranks[beat.rank] = replace(view, heard_t=now, phase=beat.phase, step=beat.step, first_step=first)
+        ranks[beat.rank], times = hear(view, beat, now, times)
+    # Who looks so late was asleep itself, and an agent that says nothing passes nothing on: that is no rank's silence.
+    slept = state.looked_t is not None and now - state.looked_t > limits.sleepless_s
+    for rank in ranks if slept else seen.unheard & ranks.keys():
+        ranks[rank] = replace(ranks[rank], heard_t=now)
     for ended in seen.exits:
         if ended.rank in ranks and not ranks[ended.rank].gone:
             ranks[ended.rank] = replace(ranks[ended.rank], exit=ended, gone=True)
     for rank in seen.lost:
         if rank in ranks:
             ranks[rank] = replace(ranks[rank], gone=True)
-    state = replace(state, ranks=ranks)
+    state = replace(state, ranks=ranks, times=times, looked_t=now, stacks=taken(state.stacks, seen.stacks))
     if seen.committed_step is not None and seen.committed_step > state.committed_step:
         # Progress that is safe: what went wrong before it is forgiven.
         state = replace(state, committed_step=seen.committed_step, failures={}, crash_step=None, crashes=0)
@@ -89,7 +97,14 @@ def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> De
         attempt = state.attempt + 1
         ranks = {rank: RankView(spawned_t=now, heard_t=now, host=host) for rank, host in enumerate(seen.placed)}
         started = replace(
-            state, phase=Phase.RUNNING, since_t=now, attempt=attempt, asked=False, standing_by=False, ranks=ranks
+            state,
+            phase=Phase.RUNNING,
+            since_t=now,
+            attempt=attempt,
+            asked=False,
+            standing_by=False,
+            ranks=ranks,
+            slow=frozenset(),
         )
         return started, [StartRanks(attempt, len(ranks), state.why)]
     if seen.place_failed is not None:
@@ -112,6 +127,11 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
     if fault:
         return _fail(state, fault, now, limits)
     views = state.ranks.values()
+    if state.phase is Phase.EXAMINING:
+        return _examine(state, now, limits)
+    hang = find_hang(state, now, limits)
+    if hang:
+        return replace(state, phase=Phase.EXAMINING, since_t=now, suspected=hang, stacks={}), [TakeStacks()]
     codes = [view.exit.code for view in views if view.exit]
     if len(codes) == len(views) and all(code in _ENDED_WELL for code in codes):
         return _finish(state, _ended_well(state, codes), _attempt_word(codes))
@@ -124,7 +144,32 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
         return state, [AskRanks("stop" if state.stop is Stop.STOP else "drain")]
     if limits.standbys and _may_stand_by(state):
         return replace(state, standing_by=True), [StandBy()]
-    return state, []
+    return _tell_stragglers(state, limits)
+
+
+def _examine(state: RunState, now: float, limits: Limits) -> Decision:
+    """The stacks of a hung attempt come in; then it is killed, and the odd rank out is blamed."""
+    living = [rank for rank, view in state.ranks.items() if not view.gone]
+    if any(rank not in state.stacks for rank in living) and now - state.since_t < limits.examine_s:
+        return state, []
+    assert state.suspected is not None
+    suspected = state.suspected
+    odd, how = odd_one_out(state.ranks, state.stacks, suspected.rank if suspected.rank is not None else living[0])
+    view = state.ranks[odd]
+    message = suspected.message
+    if odd != suspected.rank:
+        message = f"rank {odd} on {view.host or 'this host'} hung {doing(view)}; {message.partition(' hung: ')[2]}"
+    fault = replace(suspected, rank=odd, message=f"{message}; {how}", step=suspected.step)
+    return _fail(state, fault, now, limits, report(state, now, fault, state.stacks))
+
+
+def _tell_stragglers(state: RunState, limits: Limits) -> Decision:
+    slow = {one.rank: (one, middle) for one, middle in stragglers(state.ranks, limits)}
+    new = [pair for rank, pair in slow.items() if rank not in state.slow]
+    told: list[Action] = [
+        RecordStraggler(state.attempt, one.rank, one.host, one.median_s, one.p90_s, middle) for one, middle in new
+    ]
+    return (replace(state, slow=frozenset(slow)) if slow.keys() != state.slow else state), told
 
 
 def _may_stand_by(state: RunState) -> bool:
@@ -142,7 +187,7 @@ def _find_fault(state: RunState, seen: Observation, now: float, limits: Limits) 
     ]
     if blamed:
         # A rank that knows why it ends explains more than one that was killed.
-        return _exit_fault(state, min(blamed, key=lambda ended: (ended.code != ExitCode.USER_ERROR, ended.rank)))
+        return _exit_fault(state, min(blamed, key=lambda ended: (ended.code not in _HOPELESS, ended.rank)))
     if seen.start_failed:
         return Fault(Cause.NODE, seen.start_failed)
     if seen.lost:
@@ -155,7 +200,7 @@ def _find_fault(state: RunState, seen: Observation, now: float, limits: Limits) 
         victim = next(v.exit for v in state.ranks.values() if v.exit and v.exit.code == ExitCode.PEER_FAILED)
         message = f"a collective broke in rank {victim.rank} and no rank was found that ended by its own fault"
         return Fault(Cause.APPLICATION, message, victim.tail, exit_code=victim.code, step=state.step)
-    return _find_hang(state, now, limits)
+    return None
 
 
 def _exit_fault(state: RunState, ended: RankExit) -> Fault:
@@ -184,28 +229,7 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _find_hang(state: RunState, now: float, limits: Limits) -> Fault | None:
-    silent: list[tuple[float, int, RankView]] = []
-    for rank, view in state.ranks.items():
-        if view.gone:
-            continue
-        if view.first_step is None:  # imports, model, restore: one bound for all of it
-            over = now - view.spawned_t > limits.start_timeout_s
-        elif not view.trained:  # the first step may compile
-            over = now - view.heard_t > max(limits.heartbeat_timeout_s, limits.start_timeout_s)
-        else:
-            over = now - view.heard_t > limits.heartbeat_timeout_s
-        if over:
-            silent.append((view.heard_t, rank, view))
-    if not silent:
-        return None
-    heard_t, rank, view = min(silent, key=lambda entry: entry[:2])
-    doing = f"in phase {view.phase} at step {view.step}" if view.first_step is not None else "while starting"
-    message = f"rank {rank} on {view.host or 'this host'} hung: silent for {now - heard_t:.0f} s {doing}"
-    return Fault(Cause.HANG, message, rank=rank, step=view.step if view.first_step is not None else None)
-
-
-def _fail(state: RunState, fault: Fault, now: float, limits: Limits) -> Decision:
+def _fail(state: RunState, fault: Fault, now: float, limits: Limits, page: str = "") -> Decision:
     failures = {**state.failures, fault.cause: state.failures.get(fault.cause, 0) + 1}
     crashes = 0
     if fault.cause is not Cause.NODE:
@@ -213,6 +237,7 @@ def _fail(state: RunState, fault: Fault, now: float, limits: Limits) -> Decision
     wait_s = min(limits.backoff_s * 2 ** (sum(failures.values()) - 1), limits.max_backoff_s)
     state = replace(
         state,
+        suspected=None,
         failures=failures,
         crash_step=fault.step,
         crashes=crashes,
@@ -222,13 +247,18 @@ def _fail(state: RunState, fault: Fault, now: float, limits: Limits) -> Decision
     outcome = _give_up(state, fault, limits)
     plan = "The run ends" if outcome else f"attempt {state.attempt + 1} starts in {wait_s:g} s"
     state, actions = _kill(state, now, outcome, "")
-    return state, [*actions, RecordFault(state.attempt, fault, plan)]  # writing may take time: the kill goes first
+    return state, [
+        *actions,
+        RecordFault(state.attempt, fault, plan, page),
+    ]  # writing may take time: the kill goes first
 
 
 def _give_up(state: RunState, fault: Fault, limits: Limits) -> Outcome | None:
     """Why the run ends with this fault, or None: try again."""
     if fault.exit_code == ExitCode.USER_ERROR:
         return Outcome("failed", ExitCode.USER_ERROR, reason=f"not tried again, the input is wrong: {fault.text}")
+    if fault.exit_code == ExitCode.UNHEALTHY:
+        return Outcome("failed", ExitCode.FAILED, reason=f"not tried again, it would end the same way: {fault.text}")
     if state.stop:
         return replace(_stopped(state), reason=f"a fault while ending: {fault.text}")
     if state.crashes >= limits.crash_loop:

@@ -7,6 +7,7 @@ Times are seconds of one monotonic clock. Own design (DESIGN section 7).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,6 +18,7 @@ class Phase(StrEnum):
 
     PLACING = "placing"  # slots are asked for; no rank process exists
     RUNNING = "running"  # the ranks of an attempt were told to start
+    EXAMINING = "examining"  # a rank hangs; the stacks of all ranks are being gathered
     SUSPECTING = "suspecting"  # ranks ended because a peer failed; the culprit is still being waited for
     KILLING = "killing"  # the attempt is over; its remaining ranks are being killed
     WAITING = "waiting"  # all ranks are gone; the next attempt starts after the backoff
@@ -57,6 +59,12 @@ class Limits:
     placing_grace_s: float = 5.0  # wait for all ranks before starting with fewer
     stop_timeout_s: float = 600.0  # from asking ranks to save until they are killed
     standbys: bool = False  # keep a standby for every rank
+    learned_deadlines: bool = False  # judge silence by the run's own times
+    data_timeout_s: float = 60.0  # the loader gives up by itself after so long
+    sleepless_s: float = math.inf  # a look so much after the last one says nothing about the ranks' silence
+    examine_s: float = 1.0  # wait for the stacks of all ranks before a hung attempt is killed
+    straggler_factor: float = 1.5  # a rank whose own work takes so many times the others' is told
+    straggler_least_s: float = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,25 @@ class Beat:
     rank: int
     phase: str
     step: int
+    collective: int = 0
+    t: float | None = None  # the rank's own clock
+    own_s: float | None = None  # its own work in the step before: waiting for data, forward pass
+
+
+@dataclass(frozen=True, slots=True)
+class RankStack:
+    """What a rank was doing when it was asked: the state of its process (R, S, D, T, Z) and its threads."""
+
+    rank: int
+    process_state: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """The last durations of each phase, all ranks together."""
+
+    seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +115,8 @@ class Observation:
     exits: tuple[RankExit, ...] = ()
     beats: tuple[Beat, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)  # rank -> what was lost (its agent went silent)
+    unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now: their silence is not theirs
+    stacks: tuple[RankStack, ...] = ()
     committed_step: int | None = None
     stop: Stop | None = None
     fenced: str | None = None  # the lease went to somebody else
@@ -103,6 +132,11 @@ class RankView:
     phase: str = "start"
     step: int = 0
     first_step: int | None = None  # step of its first beat out of the start phase
+    collective: int = 0
+    beat_t: float = 0.0  # the rank's clock at its last beat
+    phase_t: float = 0.0  # and at the beginning of its phase
+    step_s: float = 0.0  # of the present step so far
+    own: tuple[float, ...] = ()  # its own work in the last steps
     exit: RankExit | None = None
     gone: bool = False  # ended, or lost with its node
 
@@ -156,6 +190,11 @@ class RunState:
     retry_t: float = 0.0  # the next attempt starts not before
     stop: Stop | None = None
     stop_t: float = 0.0
+    looked_t: float | None = None
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    suspected: Fault | None = None  # the hang that is being examined
+    stacks: Mapping[int, RankStack] = field(default_factory=dict)
+    slow: frozenset[int] = frozenset()  # ranks that were told as stragglers
     why: str = "first start"  # why the next attempt starts
     outcome: Outcome | None = None  # decided; carried out when the ranks are gone
 
@@ -188,6 +227,23 @@ class StandBy:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeStacks:
+    """Ask every rank for its stacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStraggler:
+    """Tell that a rank is slower than the others: seconds of its own work per step, median and 90 %."""
+
+    attempt: int
+    rank: int
+    host: str
+    median_s: float
+    p90_s: float
+    others_median_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class AskRanks:
     """Send `stop` or `drain` to every rank."""
 
@@ -208,6 +264,7 @@ class RecordFault:
     attempt: int
     fault: Fault
     plan: str  # what happens next, in words
+    report: str = ""  # all ranks on one page, where a hang was examined
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,4 +282,15 @@ class Finish:
     outcome: Outcome
 
 
-Action = Place | StartRanks | StandBy | AskRanks | KillRanks | RecordFault | RecordEnd | Finish
+Action = (
+    Place
+    | StartRanks
+    | StandBy
+    | TakeStacks
+    | RecordStraggler
+    | AskRanks
+    | KillRanks
+    | RecordFault
+    | RecordEnd
+    | Finish
+)

@@ -5,7 +5,7 @@ from pretrain.checkpoint.holds import pin, reading, unpin
 from pretrain.checkpoint.listing import CheckpointInfo, list_checkpoints, verify_checkpoint
 from pretrain.checkpoint.memory import COPIES, MemoryCopy, MemoryTier
 from pretrain.checkpoint.restore import Restored, restore
-from pretrain.checkpoint.retention import Best, Retention, prune
+from pretrain.checkpoint.retention import Best, Retention, discard_after, prune
 from pretrain.checkpoint.save import SaveHandle, save
 from pretrain.checkpoint.weights import (
     Difference,
@@ -27,6 +27,7 @@ __all__ = [
     "Retention",
     "SaveHandle",
     "diff_checkpoints",
+    "discard_after",
     "list_checkpoints",
     "newest_checkpoint",
     "open_verified",

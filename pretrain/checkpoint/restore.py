@@ -60,9 +60,18 @@ class _Candidate:
 
 
 def restore(
-    store: Store, engine: Stateful, world: World, *, name: str | None = None, memory: MemoryTier | None = None
+    store: Store,
+    engine: Stateful,
+    world: World,
+    *,
+    name: str | None = None,
+    memory: MemoryTier | None = None,
+    newest_step: int | None = None,
 ) -> Restored | None:
     """Restores the newest good checkpoint of both tiers, or the durable one called `name`. A collective.
+
+    Args:
+        newest_step: nothing later than this is considered.
 
     Returns:
         None when none was ever published durably and memory holds nothing that can be used.
@@ -74,6 +83,8 @@ def restore(
     candidates = [_Candidate(durable_name) for durable_name in durable]
     if memory is not None and name is None:
         candidates += [_Candidate(copy.name, copy) for copy in memory.copies()]
+    if newest_step is not None:
+        candidates = [candidate for candidate in candidates if candidate.order[0][0] <= newest_step]
     passing("load.chosen")
     for candidate in sorted(candidates, key=lambda one: one.order, reverse=True):
         if candidate.copy is not None and memory is not None:

@@ -69,6 +69,21 @@ def prune(store: Store, retention: Retention, guard: Callable[[], None]) -> list
     return deleted
 
 
+def discard_after(store: Store, step: int, guard: Callable[[], None]) -> list[str]:
+    """Deletes the checkpoints of later steps, those being read excepted: the run takes another way from `step` on.
+
+    Raises:
+        StoreError: a deletion failed.
+    """
+    deleted = []
+    for info in list_checkpoints(store):
+        if info.step > step:
+            guard()
+            if delete_unless_held(store, info.name):
+                deleted.append(info.name)
+    return deleted
+
+
 def disposable(newest_first: Sequence[CheckpointInfo], retention: Retention) -> list[CheckpointInfo]:
     """Those that may go. PURE.
 

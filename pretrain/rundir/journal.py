@@ -35,7 +35,10 @@ class EventKind(StrEnum):
     STANDBYS_READY = "standbys_ready"  # attempt, ranks: the next attempt can start from so many warm processes
     COMMITTED = "committed"  # attempt, step, checkpoint
     SAVE_FAILED = "save_failed"  # attempt, step, checkpoint, message
-    FAULT = "fault"  # attempt, cause, rank, exit_code, message
+    STEP_RERUN = "step_rerun"  # attempt, step, verdict: data or hardware, why, ranks: those whose results differed
+    ROLLED_BACK = "rolled_back"  # attempt, step, to_step, rows: jumped over from now on, why
+    STRAGGLER = "straggler"  # attempt, rank, host, median_s, p90_s, others_median_s: its own work per step
+    FAULT = "fault"  # attempt, cause, rank, exit_code, message, report: of a hang, with the stacks of all ranks
     ATTEMPT_ENDED = "attempt_ended"  # attempt, outcome
     TAKEOVER = "takeover"
     COMPLETED = "completed"  # step; this and the following end a run

@@ -11,7 +11,6 @@ import builtins
 import errno
 import os
 import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from pretrain.errors import StoreError
 from pretrain.faults import passing
 from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedError, checked_key
+from pretrain.store.leftovers import temporary_name
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _HINTS = {
@@ -167,7 +167,7 @@ class LocalStore:
     def _written(self, key: str, path: str, chunks: Iterable[bytes | memoryview]) -> Iterator[tuple[str, int]]:
         """A synced temporary file with the content, and its size; gone at the end whatever happens."""
         folder, name = os.path.split(path)
-        temporary = os.path.join(folder, f"{TEMPORARY}{name[:100]}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        temporary = os.path.join(folder, temporary_name(name))
         written = 0
         try:
             with _explained("write", path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from pretrain.model.registry import build_model
 from pretrain.rundir import RunDirectory
 from pretrain.topology import World
 from pretrain.train.memory import MemorySaver, open_memory_tier
+from pretrain.train.own_work import OwnWork
 from pretrain.train.reporter import Reporter
 from pretrain.train.saving import Saver
 from pretrain.train.state import TrainingState
@@ -72,6 +73,7 @@ class Training:
     saver: Saver
     sinks: list[Sink]
     throughput: Throughput
+    own_work: OwnWork
     save_stall_s: float = field(default=0.0)
 
     def restore(self) -> TrainingState:
@@ -79,9 +81,13 @@ class Training:
         state = self.saver.restore()
         if state is None:
             return TrainingState(step=0, data=self.loader.initial_state())
-        return TrainingState(
-            state.step, self.loader.resume(state.data), state.tokens, state.skipped_steps, state.consecutive_skips
-        )
+        return replace(state, data=self.loader.resume(state.data))
+
+    def restore_earlier(self, step: int) -> TrainingState | None:
+        """The state of the newest good checkpoint of at most `step`; later ones are deleted. None: there is none.
+        A collective."""
+        state = self.saver.restore_earlier(step)
+        return state and replace(state, data=self.loader.resume(state.data))
 
     def start_clock(self) -> None:
         """Begins to measure speed; the start of the process does not count."""
@@ -192,7 +198,8 @@ def build_training(config: RunConfig, place: Place) -> Training:
     )
     sinks = open_sinks(config, place.run, place.world, place.attempt, log)
     throughput = Throughput(flops_per_step=0.0, peak_flops=None, total_steps=config.schedule.total_steps)
-    return Training(config, place, loader, validation, engine, saver, sinks, throughput)
+    own_work = OwnWork(lambda: engine.forward_s)
+    return Training(config, place, loader, validation, engine, saver, sinks, throughput, own_work)
 
 
 def _tokenizer(config: RunConfig, place: Place) -> Tokenizer:

@@ -133,6 +133,17 @@ class MemorySaver:
         )
         return time.perf_counter() - started
 
+    def settle(self) -> None:
+        """Waits for the copy that is under way. A collective."""
+        if self.tier is not None:
+            self._finish()
+
+    def go_back(self, restored: Restored) -> None:
+        """Forgets every copy but the one that was restored, if it was one."""
+        self._complete = restored.name if restored.from_memory else None
+        if self.tier is not None:
+            self.tier.keep([self._complete] if self._complete else [])
+
     def discard(self) -> None:
         """Gives the memory back, once the last state is durable. A collective."""
         if self.tier is None:

@@ -29,12 +29,13 @@ from pretrain.rundir import (
     this_process,
     wait_until_gone,
 )
+from pretrain.store import remove_leftovers
 from pretrain.topology import World
 from pretrain.train.build import Place, build_training
 from pretrain.train.loop import train
 from pretrain.train.reporter import JournalReporter, PipeReporter, Reporter, SilentReporter
 from pretrain.train.stop import StopFlag
-from pretrain.train.watch import Heartbeat, Watchdog, descriptor, die_with_parent, process_began
+from pretrain.train.watch import Heartbeat, Watchdog, answer_stacks, descriptor, die_with_parent, process_began
 
 
 def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -> ExitCode:
@@ -47,6 +48,7 @@ def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -
         PretrainError: of whichever room refuses.
     """
     die_with_parent()
+    answer_stacks()
     world = World.from_environment()
     arm("rank", rank=world.rank, attempt=attempt)
     log = Log(world.rank)
@@ -127,6 +129,7 @@ def _claim(
             lease = Lease.acquire(run.store, purpose="python -m pretrain", takeover=takeover)
             lease.start_renewing()
             wait_until_gone(_earlier_ranks(run))
+            remove_leftovers(run.store)
             run.clear_requests()
             attempt = run.next_attempt()
             journal = run.journal(lease)

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pretrain.checkpoint import Best, Restored, Retention, SaveHandle, prepare_copy, prune, restore, save
+from pretrain.checkpoint import Best, Restored, Retention, SaveHandle, discard_after, prepare_copy, prune, restore, save
 from pretrain.config.schema import CheckpointConfig
-from pretrain.engine.distributed import gather_texts
+from pretrain.engine.distributed import gather_texts, vote
 from pretrain.engine.engine import Engine
-from pretrain.errors import StoreError
+from pretrain.errors import PretrainError, StoreError
 from pretrain.log import Log
 from pretrain.store import Store
 from pretrain.topology import World
@@ -85,6 +85,31 @@ class Saver:
         self._log.info("restored", checkpoint=restored.name, step=restored.step, tier=tier)
         self._reporter.event("restored", attempt=self._attempt, checkpoint=restored.name, step=restored.step, tier=tier)
         self.saved_step = None if restored.from_memory else restored.step
+        return TrainingState.from_json(restored.training_state)
+
+    def restore_earlier(self, step: int) -> TrainingState | None:
+        """Loads the newest good checkpoint of at most `step` and deletes the later ones. A collective.
+
+        The later ones stand beyond rows that are about to be jumped over, and their names will be used again.
+
+        Raises:
+            StoreError: a deletion failed.
+        """
+        self.settle()
+        self._memory.settle()
+        restored = restore(self._checkpoints, self._engine, self._world, memory=self._memory.tier, newest_step=step)
+        if restored is None:
+            return None
+        problem = ""
+        try:
+            if self._world.is_main:
+                discard_after(self._checkpoints, restored.step, self._guard)
+        except PretrainError as error:
+            problem = str(error)
+        vote(not problem, problem, error=StoreError)
+        self._memory.go_back(restored)
+        self.saved_step = None if restored.from_memory else restored.step
+        self._log.info("went back", checkpoint=restored.name, step=restored.step)
         return TrainingState.from_json(restored.training_state)
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from pretrain.data.state import DataState
+from pretrain.train.health import HealthState
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class TrainingState:
         tokens: target tokens trained so far.
         skipped_steps: steps whose update was skipped for a non-finite gradient.
         consecutive_skips: how many of the last steps in a row were skipped.
+        health: what judging the next steps needs.
     """
 
     step: int
@@ -25,6 +27,7 @@ class TrainingState:
     tokens: int = 0
     skipped_steps: int = 0
     consecutive_skips: int = 0
+    health: HealthState = field(default_factory=HealthState)
 
     def after(self, data: DataState, *, target_tokens: int, applied: bool) -> TrainingState:
         """The state one optimizer step later."""
@@ -42,4 +45,5 @@ class TrainingState:
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> TrainingState:
-        return cls(**{**body, "data": DataState.from_json(body["data"])})
+        health = HealthState.from_json(body["health"]) if "health" in body else HealthState()
+        return cls(**{**body, "data": DataState.from_json(body["data"]), "health": health})

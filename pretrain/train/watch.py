@@ -23,6 +23,7 @@ from pretrain.log import Log
 from pretrain.rundir import this_process
 
 _PR_SET_PDEATHSIG = 1
+STACKS_SIGNAL = signal.SIGUSR1  # a rank that gets it writes the stacks of all its threads into its log
 
 
 class Heartbeat:
@@ -62,8 +63,12 @@ class Heartbeat:
         self.stages[f"{name}_s"] = round(now - self._stage_t, 4)
         self._stage_t = now
 
-    def phase(self, name: str, step: int, *, collective: bool = False) -> None:
-        """The loop enters a phase; `collective` counts those in which ranks wait for each other."""
+    def phase(self, name: str, step: int, *, collective: bool = False, own_s: float | None = None) -> None:
+        """The loop enters a phase; `collective` counts those in which ranks wait for each other.
+
+        Args:
+            own_s: seconds of this rank's own work in the step before, without waiting for others.
+        """
         if self.phase_name == "start" and name != "start":
             self.stage("restore")
             self._first_step = step
@@ -73,7 +78,8 @@ class Heartbeat:
             self._on_training(step, self.stages)
         self.phase_name, self.step, self.changed_at = name, step, time.monotonic()
         self.collective += collective
-        self._send({"phase": name, "step": step, "collective": self.collective, "t": time.time()})
+        own = {} if own_s is None else {"own_s": round(own_s, 6)}
+        self._send({"phase": name, "step": step, "collective": self.collective, "t": time.time(), **own})
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something for the journal; lost if the pipe is full, so it is never the only record."""
@@ -112,6 +118,11 @@ class Watchdog:
                 self._log.error("phase took too long", phase=beat.phase_name, step=beat.step, seconds=silent_s)
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 os._exit(ExitCode.FAILED)
+
+
+def answer_stacks() -> None:
+    """From now on this process answers `STACKS_SIGNAL`, also while it is stuck inside C code."""
+    faulthandler.register(STACKS_SIGNAL, file=sys.stderr, all_threads=True)
 
 
 def die_with_parent() -> None:

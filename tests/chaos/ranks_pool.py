@@ -86,11 +86,17 @@ class RankPool:
         self._thread.join(5.0)
 
     def start(
-        self, arguments: Sequence[str], *, ranks: int, environment: Mapping[str, str], logs: Sequence[Path]
+        self,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        environment: Mapping[str, str],
+        logs: Sequence[Path],
+        prelude: str = "",
     ) -> Group:
         """Forks the ranks of `python -m pretrain ARGUMENTS`."""
         order = {"ranks": ranks, "arguments": list(arguments), "environment": dict(environment)}
-        line = json.dumps({**order, "logs": [str(log) for log in logs]})
+        line = json.dumps({**order, "prelude": prelude, "logs": [str(log) for log in logs]})
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()

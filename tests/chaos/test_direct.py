@@ -5,7 +5,6 @@ The whole campaign is `python -m tests.chaos`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.chaos.plan import direct_trials
 from tests.chaos.ranks_pool import RankPool
 from tests.tiny import build_tiny
 
-# One of each kind that other tests do not have: inside a save, a load, a write; two at once; stopped; full disk; damage.
+# One of each kind: inside a save, a load, a write; two at once; a stopped rank; a full disk; damage.
 CHOSEN = (
     "save.written", "save.before_manifest", "store.before_rename", "load.verified", "load.read", "journal.before",
     "two", "stop", "full disk", "flip", "slow disk",
@@ -23,11 +22,10 @@ CHOSEN = (
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DirectBench]:
+def bench(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> DirectBench:
     folder: Path = tmp_path_factory.mktemp("chaos")
     (folder / "data").mkdir()
-    with RankPool() as pool:
-        yield DirectBench(folder, build_tiny(folder / "data"), pool)
+    return DirectBench(folder, build_tiny(folder / "data"), rank_pool)
 
 
 @pytest.mark.parametrize("tag", CHOSEN)

@@ -83,7 +83,9 @@ def test_an_order_fires_in_one_process_only(orders: Path) -> None:
     assert codes == [9, 0, 0]
 
 
-@pytest.mark.parametrize("order", [{"point": "step.nowhere", "do": "kill"}, {"point": "step.begins", "do": "kill", "x": 1}])
+@pytest.mark.parametrize(
+    "order", [{"point": "step.nowhere", "do": "kill"}, {"point": "step.begins", "do": "kill", "x": 1}]
+)
 def test_a_wrong_order_is_an_error_of_the_test(orders: Path, order: dict[str, object]) -> None:
     orders.write_text(json.dumps([order]))
     with pytest.raises(ValueError, match="order 0 is wrong"):

@@ -1,15 +1,16 @@
 """A process that has imported all that a rank needs and forks ranks on command: starts cost no imports.
 
-takes → one JSON object per line on stdin, {"ranks", "arguments", "environment", "logs"}; gives → lines
-{"pids": […]} and, for each end, {"pid", "code"} (negative: a signal). Each rank leads a session of its own and
-runs `pretrain.__main__` as a started process would; rank 0 inherits the listening socket of the rendezvous.
-The end of stdin kills what lives. Own design.
+takes → one JSON object per line on stdin, {"ranks", "arguments", "environment", "logs", "prelude"}; gives → lines
+{"pids": […]} and, for each end, {"pid", "code"} (negative: a signal). A prelude, "module:function", is called first.
+Each rank leads a session of its own and runs `pretrain.__main__` as a started process would; rank 0 inherits the
+listening socket of the rendezvous. The end of stdin kills what lives. Own design.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -90,6 +91,9 @@ def _become_rank(order: dict[str, Any], rank: int, listener: socket.socket | Non
         else:
             listener.close()
     try:
+        if order["prelude"]:
+            module, _, function = order["prelude"].partition(":")
+            getattr(importlib.import_module(module), function)()
         code = int(rank_main(order["arguments"]))
     except BaseException:
         traceback.print_exc()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.train.standby import stand_by
-from pretrain.train.watch import Heartbeat, die_with_parent
+from pretrain.train.watch import Heartbeat, answer_stacks, die_with_parent
 
 
 class Rank:
@@ -68,7 +68,7 @@ class Rank:
         for step in range(first, int(self.fake["steps"])):
             self.heartbeat.phase("data", step)
             self.misbehave(step)
-            self.heartbeat.phase("step", step)
+            self.heartbeat.phase("step", step, collective=True)
             time.sleep(float(self.fake.get("step_s", 0.02)))
             if self.rank == 0:
                 with metrics.open("a") as stream:
@@ -95,6 +95,7 @@ def prepare() -> None:
 
 def main() -> int:
     die_with_parent()
+    answer_stacks()
     arguments = sys.argv[1:]
     if arguments == ["--standby"]:
         heartbeat = Heartbeat(int(os.environ["PRETRAIN_HEARTBEAT_FD"]))

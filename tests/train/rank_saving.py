@@ -18,7 +18,7 @@ from pretrain.log import Log
 from pretrain.store import open_store
 from pretrain.store.local import LocalStore
 from pretrain.topology import World
-from pretrain.train.loop import agree
+from pretrain.train.agreement import agree
 from pretrain.train.memory import MemorySaver
 from pretrain.train.saving import Saver
 from pretrain.train.state import TrainingState

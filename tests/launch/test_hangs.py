@@ -1,0 +1,160 @@
+"""Hangs: deadlines that are learned, the odd rank out, stragglers; and real processes that stop or sleep."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.controller.hangs import deadline_s, in_collective, odd_one_out, quantiles, stragglers
+from launch.controller.state import Beat, PhaseTimes, RankStack, RankView, RecordFault, RecordStraggler, TakeStacks
+from tests.launch.test_controller import scene
+from tests.launch.test_policy import LIMITS, Play
+
+LEARNED = replace(LIMITS, learned_deadlines=True, heartbeat_timeout_s=60.0, examine_s=1.0, sleepless_s=1.0)
+COLLECTIVE = 'File "torch/distributed/distributed_c10d.py", line 1\nFile "pretrain/train/loop.py", line 2'
+FORWARD = 'File "torch/nn/functional.py", line 1\nFile "pretrain/train/loop.py", line 2'
+
+
+class Steps(Play):
+    """Two ranks that train in step; `step_s` between two steps, by their own clock."""
+
+    def run(self, steps: int, step_s: float = 0.5, *, own: tuple[float, float] = (0.1, 0.1)) -> Steps:
+        for _ in range(steps):
+            step = max(view.step for view in self.state.ranks.values()) + 1
+            t = self.now + step_s
+            beats = [Beat(rank, "data", step, step, t, own[rank]) for rank in (0, 1)]
+            beats += [Beat(rank, "step", step, step + 1, t) for rank in (0, 1)]
+            self.see(after=step_s, beats=tuple(beats))
+        return self
+
+    def wait(self, seconds: float, **seen: Any) -> list[Any]:
+        """Looks ten times a second, until something is done."""
+        for _ in range(round(seconds * 10)):
+            actions = self.see(**seen)
+            if actions:
+                return actions
+        return []
+
+
+def test_a_deadline_is_three_of_the_longest_steps_and_two_seconds_once_enough_are_known() -> None:
+    few = PhaseTimes({"step": (0.4, 0.9)})
+    known = PhaseTimes({"step": (0.4, 0.9, 0.5), "save": (1.0, 2.0, 1.5)})
+    assert deadline_s(few, "step", LEARNED) == 60.0
+    assert deadline_s(known, "step", LEARNED) == pytest.approx(3 * 0.9 + 2)
+    assert deadline_s(known, "data", LEARNED) == 60.0  # the loader's own limit is longer
+    assert deadline_s(known, "save", LEARNED) == pytest.approx(3 * 2.0 + 10)
+    assert deadline_s(known, "eval", LEARNED) == 60.0
+    assert deadline_s(PhaseTimes({"step": (30.0,) * 3}), "step", LEARNED) == 60.0  # never beyond the fixed one
+    assert deadline_s(known, "step", replace(LEARNED, learned_deadlines=False)) == 60.0
+
+
+def test_a_hang_is_seen_within_three_step_times_and_two_seconds_and_both_stacks_are_asked_for_first() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    silent_since = play.now
+    assert play.wait(10) == [TakeStacks()]
+    assert 3 * 0.5 + 2 <= play.now - silent_since <= 3 * 0.5 + 2.3
+    actions = play.see(stacks=(RankStack(0, "S", COLLECTIVE), RankStack(1, "S", FORWARD)))
+    (fault,) = [action for action in actions if isinstance(action, RecordFault)]
+    assert fault.fault.rank == 1
+    assert "rank 1 on host1 hung in phase step" in fault.fault.message
+    assert "it is not in a collective, and the others are" in fault.fault.message
+    assert COLLECTIVE in fault.report
+    assert FORWARD in fault.report
+
+
+def test_ranks_that_do_not_answer_for_their_stacks_do_not_hold_the_restart_up() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    play.wait(10)
+    asked = play.now
+    assert play.wait(5)
+    assert play.now - asked <= 1.2
+    assert play.faults[0].message.endswith("nothing tells the ranks apart")
+
+
+def test_who_waits_for_a_rank_that_still_may_take_its_time_does_not_hang() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    step = play.state.ranks[0].step + 1
+    play.see(beats=(Beat(0, "step", step, step + 2, play.now), Beat(1, "data", step, step + 1, play.now)))
+    assert play.wait(50) == []  # rank 1 waits for its data, rank 0 for rank 1
+    assert play.wait(20) == [TakeStacks()]
+
+
+def test_the_silence_of_an_agent_or_of_the_controller_itself_is_no_hang() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    assert play.wait(10, unheard=frozenset({0, 1})) == []
+    play.run(8, 0.5)
+    assert play.see(after=30.0) == []  # it slept: nobody was heard meanwhile
+    assert play.wait(2) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "stacks", "odd", "how"),
+    [
+        ({}, [RankStack(0, "S", COLLECTIVE), RankStack(1, "T", "")], 1, "stopped"),
+        ({"collective": 6}, [], 1, "not come to collective 7"),
+        ({}, [RankStack(0, "R", FORWARD), RankStack(1, "S", COLLECTIVE)], 0, "not in a collective"),
+        ({}, [RankStack(0, "S", FORWARD), RankStack(1, "D", "")], 1, "does not answer"),
+    ],
+)
+def test_the_odd_rank_out_is_named_with_how_it_is_known(
+    change: dict[str, int], stacks: list[RankStack], odd: int, how: str
+) -> None:
+    view = RankView(0.0, 0.0, "h", "step", 5, 1, collective=7)
+    ranks = {0: view, 1: replace(view, **change)}
+    found, why = odd_one_out(ranks, {stack.rank: stack for stack in stacks}, suspected=0)
+    assert (found, how in why) == (odd, True), why
+
+
+def test_only_the_thread_of_the_loop_tells_whether_a_rank_is_in_a_collective() -> None:
+    assert in_collective(COLLECTIVE)
+    assert not in_collective(f'Thread 1\n{FORWARD}\n\nThread 2\nFile "torch/distributed/distributed_c10d.py"')
+
+
+def test_a_straggler_is_told_once_with_its_node_and_quantiles() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(40, 0.5, own=(0.1, 0.3))
+    told = [action for action in play.actions if isinstance(action, RecordStraggler)]
+    assert [(one.rank, one.host, one.median_s, one.others_median_s) for one in told] == [(1, "host1", 0.3, 0.1)]
+    assert [one.rank for one in quantiles(play.state.ranks)] == [1, 0]
+    even = Steps(LEARNED)
+    even.start()
+    even.run(40, 0.5, own=(0.1, 0.12))
+    assert stragglers(even.state.ranks, LEARNED) == []
+
+
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_a_rank_that_stops_or_sleeps_is_named_its_stack_kept_and_the_run_goes_on(tmp_path: Path, how: str) -> None:
+    faults = [{"attempt": 1, "rank": 1, "step": 20, "do": "hang"}] if how == "asleep" else []
+    with scene(tmp_path, {"n": 2}, {"steps": 60, "step_s": 0.05, "faults": faults}) as play:
+        pids = play.pids(1)
+        play.wait_for(lambda: play.events("committed"))
+        if how == "stopped":
+            os.kill(pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        play.wait_for(lambda: play.events("fault"))
+        assert time.monotonic() - began < 3 * 0.3 + 2 + 2  # its steps are well under 0.3 s; a second for the stacks
+        outcome = play.end()
+    fault = play.events("fault")[0].fields
+    assert (fault["cause"], fault["rank"]) == ("hang", 1)
+    page = (Path(play.run.url) / fault["report"]).read_text()
+    assert f"rank 1 on {os.uname().nodename}" in page
+    if how == "stopped":
+        assert "its process is stopped" in fault["message"]
+    else:
+        assert "fake_rank.py" in page.partition("--- stacks of rank 1")[2]
+    assert outcome.event == "completed"
