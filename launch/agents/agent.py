@@ -14,7 +14,6 @@ import os
 import selectors
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -153,10 +152,7 @@ class Agent:
             return Path(rank["log"])
         if self._spool is None:
             self._spool = LogSpool(lambda url, key, data: open_store(url).put(key, data))
-        handle, name = tempfile.mkstemp(prefix="pretrain-log-")
-        os.close(handle)
-        self._spool.add(Path(name), rank["log_url"], rank["log_key"])
-        return Path(name)
+        return self._spool.add(rank["log_url"], rank["log_key"])
 
     def _send(self, rank: int, kind: str, /, **fields: Any) -> None:
         if kind == "exit" and self._spool:

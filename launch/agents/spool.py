@@ -6,6 +6,7 @@ the rank has ended. A store that fails costs a copy, never the run. Own design.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from pretrain.errors import PretrainError
 from pretrain.log import Log
+from pretrain.store import make_scratch
 
 COPY_EVERY_S = 10.0
 
@@ -25,6 +27,7 @@ class LogSpool:
 
     def __init__(self, put: Callable[[str, str, bytes], None]) -> None:
         self._put = put
+        self._folder = make_scratch("logs")
         self._files: dict[Path, tuple[str, str]] = {}
         self._copied: dict[Path, int] = {}
         self._lock = threading.Lock()
@@ -33,20 +36,24 @@ class LogSpool:
         self._thread = threading.Thread(target=self._copy_forever, name="log-spool", daemon=True)
         self._thread.start()
 
-    def add(self, log: Path, url: str, key: str) -> None:
-        """Copies `log` to `key` of the store at `url` from now on."""
+    def add(self, url: str, key: str) -> Path:
+        """A local file that is copied to `key` of the store at `url` from now on, until the spool is closed."""
+        log = self._folder / key.replace("/", "-")
+        log.touch()
         with self._lock:
             self._files[log] = (url, key)
+        return log
 
     def flush(self) -> None:
         """Copies what has grown soon."""
         self._wake.set()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Copies what has grown a last time and ends."""
+        """Copies what has grown a last time, removes the local files and ends."""
         self._closed = True
         self._wake.set()
         self._thread.join(timeout_s)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_forever(self) -> None:
         while not self._closed:

@@ -87,8 +87,12 @@ def _absorb(state: RunState, seen: Observation, now: float, limits: Limits) -> R
     if seen.committed_step is not None and seen.committed_step > state.committed_step:
         # Progress that is safe: what went wrong before it is forgiven.
         state = replace(state, committed_step=seen.committed_step, failures={}, crash_step=None, crashes=0)
-    if _STOP_STRENGTH[seen.stop] > _STOP_STRENGTH[state.stop]:
-        state = replace(state, stop=seen.stop, stop_t=now)
+    began_t = now if state.began_t is None else state.began_t
+    over = limits.time_limit_s is not None and now - began_t >= limits.time_limit_s
+    stop = max(seen.stop, Stop.INTERRUPT if over else None, key=lambda wish: _STOP_STRENGTH[wish])
+    state = replace(state, began_t=began_t)
+    if _STOP_STRENGTH[stop] > _STOP_STRENGTH[state.stop]:
+        state = replace(state, stop=stop, stop_t=now)
     return state
 
 

@@ -58,6 +58,7 @@ class Limits:
     kill_grace_s: float = 15.0  # wait for killed ranks to be gone
     placing_grace_s: float = 5.0  # wait for all ranks before starting with fewer
     stop_timeout_s: float = 600.0  # from asking ranks to save until they are killed
+    time_limit_s: float | None = None  # from the first look until the ranks are asked to save
     standbys: bool = False  # keep a standby for every rank
     learned_deadlines: bool = False  # judge silence by the run's own times
     data_timeout_s: float = 60.0  # the loader gives up by itself after so long
@@ -190,6 +191,7 @@ class RunState:
     retry_t: float = 0.0  # the next attempt starts not before
     stop: Stop | None = None
     stop_t: float = 0.0
+    began_t: float | None = None  # the first look
     looked_t: float | None = None
     times: PhaseTimes = field(default_factory=PhaseTimes)
     suspected: Fault | None = None  # the hang that is being examined

@@ -389,6 +389,17 @@ class ClusterConfig(Section):
         resume="free",
         default=True,
     )
+    time_limit_s: Seconds | None = setting(
+        "seconds from the start of this command until the run saves, ends with exit code 5 and can be resumed; "
+        "none means no limit",
+        resume="free",
+        default=None,
+    )
+    stop_grace_s: Seconds = setting(
+        "seconds that ranks have to save when the run is asked to end; then they are killed",
+        resume="free",
+        default=600.0,
+    )
     environment: dict[str, str] = setting("extra environment of the ranks", resume="logged", default={})
 
 

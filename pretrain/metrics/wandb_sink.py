@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 import queue
+import shutil
+import tempfile
 import threading
 import uuid
+from pathlib import Path
 from typing import Any
 
 from pretrain.config.schema import RunConfig
@@ -22,7 +25,7 @@ from pretrain.errors import UserError
 from pretrain.log import Log
 from pretrain.metrics.history import read_attempts
 from pretrain.metrics.sinks import MetricsHome, finite
-from pretrain.store import NotFoundError, Store, UnsupportedError
+from pretrain.store import NotFoundError, Store, UnsupportedError, make_scratch
 
 ID_KEY = "metrics/wandb.json"
 QUEUE_RECORDS = 10_000
@@ -51,6 +54,7 @@ class WandbSink:
         self._written = 0  # records of this attempt, those that the queue had no room for included
         self._off = False  # wandb failed for good: records are no longer taken
         self._warned_full = False
+        self._scratch = make_scratch("wandb")
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
 
@@ -76,6 +80,8 @@ class WandbSink:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._log.warning("wandb does not end in time; its last records may be missing")
+        else:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _work(self) -> None:
         """The thread: everything that wandb raises ends here, in one warning."""
@@ -123,8 +129,7 @@ class WandbSink:
         return run
 
     def _init(self, wandb_id: str, mode: str) -> Any:
-        import wandb
-
+        wandb = _import_into(self._scratch)
         if mode == "online" and not wandb.login(prompt=False, verify=False):  # init would ask a person at the terminal
             raise UserError("no API key is configured (wandb login, or WANDB_API_KEY)")
         root = self._run_directory.store.local_path("")
@@ -137,7 +142,7 @@ class WandbSink:
         )
         choice = self._config.metrics.wandb
         return wandb.init(
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             project=choice.project,
             entity=choice.entity,
             id=wandb_id,
@@ -179,6 +184,16 @@ def flatten(record: dict[str, Any]) -> dict[str, Any]:
         elif value is not None:
             flat[name] = value
     return flat
+
+
+def _import_into(scratch: Path) -> Any:
+    """wandb, which makes temporary folders when it is imported and removes them only at an orderly exit of Python."""
+    before, tempfile.tempdir = tempfile.tempdir, str(scratch)
+    try:
+        import wandb
+    finally:
+        tempfile.tempdir = before
+    return wandb
 
 
 def _teardown() -> None:

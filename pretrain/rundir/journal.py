@@ -7,12 +7,15 @@ Sequence numbers, not clocks, decide.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from pretrain.errors import StoreError
 from pretrain.faults import passing
 from pretrain.rundir.lease import Lease
 from pretrain.rundir.records import encode_record, read_record
@@ -21,6 +24,10 @@ from pretrain.store import NotFoundError, Store
 _REMEDY = (
     "Restore it from a backup, or delete it: only this record of the history is lost, checkpoints do not depend on it."
 )
+
+
+RESERVE_KEY = "disk-reserve"
+RESERVE_BYTES = 64 * 1024
 
 
 class EventKind(StrEnum):
@@ -72,6 +79,7 @@ class JournalWriter:
             str(number): max(seqs) for number, seqs in _numbers(store).items() if number < lease.number and seqs
         }
         self._next = max(_numbers(store).get(lease.number, [0])) + 1
+        self._reserve()
 
     def append(self, kind: str, **fields: Any) -> Event:
         """Adds an event, if the lease still holds.
@@ -90,9 +98,26 @@ class JournalWriter:
                 data = encode_record({**body, "fields": fields, "seen": self._seen})
                 self._next += 1
                 passing("journal.before", event.kind)
-                if self._store.put_if_absent(_key(event.lease, event.seq), data):
+                if self._put(event, data):
                     passing("journal.after", event.kind)
                     return event
+
+    def _put(self, event: Event, data: bytes) -> bool:
+        """Creates the event's file; for a run's last word on a full disk the reserve is given up."""
+        key = _key(event.lease, event.seq)
+        try:
+            return self._store.put_if_absent(key, data)
+        except StoreError:
+            if event.kind not in TERMINAL_KINDS or not self._store.exists(RESERVE_KEY):
+                raise
+            self._store.delete(RESERVE_KEY)
+            return self._store.put_if_absent(key, data)
+
+    def _reserve(self) -> None:
+        """Space on the disk for the run's last word and the release of its lease."""
+        with contextlib.suppress(StoreError):  # no space for it now: then there is none
+            if self._store.local_path("") is not None and not self._store.exists(RESERVE_KEY):
+                self._store.put(RESERVE_KEY, os.urandom(RESERVE_BYTES))
 
 
 def read_events(store: Store, *, fenced: bool = False) -> list[Event]:

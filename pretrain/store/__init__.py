@@ -5,7 +5,7 @@ What is written appears whole or not at all, and what was reported as written su
 """
 
 from pretrain.store.base import NotFoundError, Store, UnsupportedError
-from pretrain.store.leftovers import remove_leftovers
+from pretrain.store.leftovers import make_scratch, remove_leftovers
 from pretrain.store.open import open_store
 
-__all__ = ["NotFoundError", "Store", "UnsupportedError", "open_store", "remove_leftovers"]
+__all__ = ["NotFoundError", "Store", "UnsupportedError", "make_scratch", "open_store", "remove_leftovers"]

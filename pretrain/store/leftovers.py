@@ -1,6 +1,6 @@
-"""Half-written files of processes that died: whose they are stands in their names.
+"""What processes that died leave: half-written files, temporary folders. Whose they are stands in their names.
 
-takes → a store; gives → the names of what was removed. A temporary file is removed when its writer, of this
+takes → a store, or a kind of folder; gives → the names of what was removed. A thing goes when its process, of this
 kernel and pid namespace, is gone; one of another machine when it is older than any write could last.
 """
 
@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -48,7 +50,7 @@ def _is_abandoned(path: Path) -> bool:
             return True
         except PermissionError:
             return False
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # of another machine, or nobody's that is known
         return time.time() - path.stat().st_mtime > OLDEST_WRITE_S
     return False
 
@@ -60,3 +62,19 @@ def _place() -> str:
         with contextlib.suppress(OSError):
             parts.append(os.readlink(source) if source.endswith("pid") else Path(source).read_text().strip())
     return hashlib.sha256("/".join(parts).encode()).hexdigest()[:8]
+
+
+def make_scratch(kind: str) -> Path:
+    """A temporary folder of this process, closed to others; those that killed processes left go."""
+    sweep_scratch(kind)
+    return Path(tempfile.mkdtemp(prefix=f"pretrain-{kind}-{_place()}-{os.getpid()}-"))
+
+
+def sweep_scratch(kind: str) -> list[Path]:
+    """Removes folders of that kind whose processes are gone; gives what was removed."""
+    removed = []
+    for folder in Path(tempfile.gettempdir()).glob(f"pretrain-{kind}-*"):
+        if folder.lstat().st_uid == os.getuid() and _is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            removed.append(folder)
+    return removed

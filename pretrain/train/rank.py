@@ -104,6 +104,8 @@ def run_standalone(
         if lease and journal:
             resources.enter_context(lease)
             stop.watch_requests(run.pending_requests)
+            if config.cluster.time_limit_s is not None:
+                stop.watch_clock(config.cluster.time_limit_s)
             reporter = JournalReporter(journal)
         guard = lease.check if lease else _never_publishes
         place = Place(run, world, device, attempt, guard, reporter, heartbeat, stop, log)

@@ -33,17 +33,25 @@ class StopFlag:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._reason = StopReason.NONE
+        self._untold: list[tuple[StopReason, str]] = []
         self._closed = threading.Event()
 
     @property
     def reason(self) -> StopReason:
+        """The strongest reason so far; the loop's look at it also logs what is new."""
+        while self._untold:
+            reason, source = self._untold.pop(0)
+            self._log.info("asked to end after this step", reason=reason.name.lower(), source=source)
         return self._reason
 
     def ask(self, reason: StopReason, source: str) -> None:
-        """Raises the flag; asking again with the same or a weaker reason changes nothing."""
+        """Raises the flag; asking again with the same or a weaker reason changes nothing.
+
+        Writes nothing: a signal handler runs in the middle of anything, also of a write to the same stream.
+        """
         if reason > self._reason:
             self._reason = reason
-            self._log.info("asked to end after this step", reason=reason.name.lower(), source=source)
+            self._untold.append((reason, source))
 
     def close(self) -> None:
         self._closed.set()
@@ -76,6 +84,15 @@ class StopFlag:
                 os._exit(ExitCode.FENCED)
 
         threading.Thread(target=read, name="lifeline", daemon=True).start()
+
+    def watch_clock(self, limit_s: float) -> None:
+        """After so many seconds the run saves and ends; for rank 0 of a run without a controller."""
+
+        def wait() -> None:
+            if not self._closed.wait(limit_s):
+                self.ask(StopReason.INTERRUPT, f"cluster.time_limit_s={limit_s:g}")
+
+        threading.Thread(target=wait, name="time limit", daemon=True).start()
 
     def watch_requests(self, pending: Callable[[], Sequence[object]]) -> None:
         """Polls the run's control requests; for rank 0 of a run without a controller."""
