@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.cluster import ClusterBench, cluster_trials
 from tests.chaos.direct import DirectBench, Result
 from tests.chaos.plan import direct_trials
 from tests.chaos.ranks_pool import RankPool
@@ -48,6 +49,13 @@ def main() -> int:
             for trial in direct_trials(args.trials - args.cluster, args.seed):
                 if args.only in trial.name and time.monotonic() - began < args.limit_s:
                     note(bench.run(trial))
+            reference = bench.reference(2)
+        through_ray = [trial for trial in cluster_trials(args.cluster, args.seed) if args.only in trial.name]
+        if through_ray:
+            with ClusterBench(folder, tiny, reference) as cluster:
+                for trial in through_ray:
+                    if time.monotonic() - began < args.limit_s:
+                        note(cluster.run(trial))
     summary = summarise(results, time.monotonic() - began)
     print(json.dumps(summary), flush=True)
     return int(summary["equal"] != summary["trials"])

@@ -43,7 +43,7 @@ class DirectBench:
         self._references: dict[int, RunDirectory] = {}
 
     def run(self, trial: Trial) -> Result:
-        reference = self._reference(trial.ranks)
+        reference = self.reference(trial.ranks)
         home = self._folder / f"trial-{trial.number:04d}"
         home.mkdir(parents=True)
         plan = home / "faults.json"
@@ -75,7 +75,8 @@ class DirectBench:
             problems.append(f"took {seconds:.0f} s, at most {trial.bound_s:g}")
         return Result(trial, fired, tuple(problems), starts, seconds)
 
-    def _reference(self, ranks: int) -> RunDirectory:
+    def reference(self, ranks: int) -> RunDirectory:
+        """A run of as many ranks that nobody hurts."""
         if ranks not in self._references:
             home = self._folder / f"untouched-{ranks}"
             home.mkdir(parents=True)
