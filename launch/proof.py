@@ -13,6 +13,7 @@ from typing import Any
 
 from pretrain.errors import UserError
 
+_INSIDE = ("rank", "ranks", "agent")  # in turn: what is killed below a controller that lives on
 Records = Mapping[int, Sequence[Mapping[str, Any]]]  # attempt -> its records in order
 
 
@@ -23,20 +24,24 @@ class PlannedKill:
     Attributes:
         step: fires once this many steps are done in the attempt that runs then.
         step_fraction: and this share of a step later, so that it hits anything: forward, reduction, save.
-        rank: the rank to kill; None means the whole `pretrain train` process.
+        rank: the rank to kill, or whose agent; None means the whole `pretrain train` process.
+        kind: `rank`, `ranks` (all of them at once), `agent`, or `train`.
     """
 
     step: int
     step_fraction: float
     rank: int | None
+    kind: str = "rank"
 
     @property
     def target(self) -> str:
-        return "pretrain train" if self.rank is None else f"rank {self.rank}"
+        if self.rank is None:
+            return "pretrain train"
+        return {"ranks": "all ranks", "agent": f"agent of rank {self.rank}"}.get(self.kind, f"rank {self.rank}")
 
 
 def plan_kills(count: int, *, total_steps: int, num_ranks: int, seed: int) -> list[PlannedKill]:
-    """Kills at random moments after the first step and before the last tenth, ranks and whole process by turns.
+    """Kills at random moments after the first step and before the last tenth: the whole process and parts by turns.
 
     The last tenth (one step at least) stays free, because a kill must find the run alive.
 
@@ -56,8 +61,11 @@ def plan_kills(count: int, *, total_steps: int, num_ranks: int, seed: int) -> li
     whole_first = draw.random() < 0.5
     kills = []
     for i, step in enumerate(steps):
-        rank = draw.randrange(num_ranks)
-        kills.append(PlannedKill(step, draw.random(), None if (i % 2 == 0) == whole_first else rank))
+        rank, fraction = draw.randrange(num_ranks), draw.random()
+        if (i % 2 == 0) == whole_first:
+            kills.append(PlannedKill(step, fraction, None, "train"))
+        else:
+            kills.append(PlannedKill(step, fraction, rank, _INSIDE[i // 2 % len(_INSIDE)]))
     return kills
 
 
@@ -74,9 +82,10 @@ class Comparison:
 def compare_records(untouched: Records, killed: Records, total_steps: int) -> list[Comparison]:
     """Loss, gradient norm and data digest of every step; also of the steps that a restore repeated.
 
-    A step that one of the runs has no record of makes the comparison unequal.
+    A step that one of the runs has no record of makes the comparison unequal. A run may do a step more than once by
+    itself, where it goes back and jumps over rows: a repeated record must be one of those of the untouched run.
     """
-    reference = _by_step(untouched)
+    reference, known = _by_step(untouched), _all_by_step(untouched)
     final = _by_step(killed)
     repeated = [
         record for record in _step_records(killed) if record["step"] in final and record is not final[record["step"]]
@@ -100,7 +109,7 @@ def compare_records(untouched: Records, killed: Records, total_steps: int) -> li
             )
         )
         if repeated:
-            differing = [r for r in repeated if not _same(reference.get(r["step"], {}), r, field)]
+            differing = [r for r in repeated if not any(_same(own, r, field) for own in known.get(r["step"], []))]
             shown = differing[0] if differing else repeated[-1]
             comparisons.append(
                 Comparison(
@@ -122,6 +131,13 @@ def _step_records(attempts: Records) -> list[Mapping[str, Any]]:
 def _by_step(attempts: Records) -> dict[int, Mapping[str, Any]]:
     """The record that counts for each step: the latest attempt's."""
     return {record["step"]: record for record in _step_records(attempts)}
+
+
+def _all_by_step(attempts: Records) -> dict[int, list[Mapping[str, Any]]]:
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for record in _step_records(attempts):
+        found.setdefault(record["step"], []).append(record)
+    return found
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any], field: str) -> bool:

@@ -1,9 +1,9 @@
 """`pretrain prove`: the same config untouched, and killed again and again, must give the same bits.
 
-Takes a config → two runs in a directory of their own → a comparison of every step and of the final
-weights. The kills are real SIGKILLs: of a rank (the controller restarts the attempt), or of the whole
-`pretrain train` process (`pretrain resume` goes on). A kill without evidence that it fired is an error,
-never a proof.
+Takes a config → two runs in a directory of their own → a comparison of every step, the final state and the final
+weights, and a picture of it. The kills are real SIGKILLs: of a rank, of all ranks or of an agent (the controller
+restarts the attempt), or of the whole `pretrain train` process (`pretrain resume` goes on). A kill without
+evidence that it fired is an error, never a proof.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Proof:
 
     Attributes:
         directory: where the two runs are, if they were kept.
+        plot: the picture of both runs.
+        rows_jumped_over: of the data stream, where the run found them guilty of a spike (the same in both).
     """
 
     name: str
@@ -81,6 +83,8 @@ class Proof:
     kills: list[FiredKill] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     directory: str | None = None
+    plot: str | None = None
+    rows_jumped_over: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -101,6 +105,10 @@ class Proof:
             else f"NOT EQUAL: the killed run differs from the untouched one (seed {self.seed})"
         )
         where = [f"both runs: {self.directory}"] if self.directory else []
+        where = [f"picture: {self.plot}", *where] if self.plot else where
+        if self.rows_jumped_over:
+            jumped = ", ".join(f"{first} to {end - 1}" for first, end in self.rows_jumped_over)
+            where = [f"both runs jumped over rows {jumped}", *where]
         compared = format_table(("compared", "untouched", "killed", "equal"), rows)
         return "\n".join([kills, "", compared, "", verdict, *where])
 
@@ -122,7 +130,8 @@ def prove(options: ProveOptions, say: Callable[[str], None] = lambda text: None)
     proof = Proof(config.name, steps, ranks, options.seed)
     try:
         runs = _train_both(options, config, home, kills, proof.kills, say)
-        proof.comparisons = _compare(*runs, steps)
+        proof.comparisons, proof.rows_jumped_over = _compare(*runs, steps)
+        proof.plot = str(_plot(*runs, proof, home))
     finally:
         if options.keep:
             proof.directory = home.url
@@ -179,6 +188,10 @@ def _fire(run: TrialRun, kill: PlannedKill, step_s: float, fired: list[FiredKill
     if kill.rank is None:
         pid, evidence = run.pid, run.kill_train()
         run.resume()
+    elif kill.kind == "ranks":
+        pid, evidence = run.kill_ranks(attempt)
+    elif kill.kind == "agent":
+        pid, evidence = run.kill_agent(attempt, kill.rank)
     else:
         pid, evidence = run.kill_rank(attempt, kill.rank)
     fired.append(FiredKill(kill.target, pid, attempt, step, evidence))
@@ -192,11 +205,31 @@ def _step_seconds(run: RunDirectory) -> float:
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-def _compare(untouched: RunDirectory, killed: RunDirectory, total_steps: int) -> list[Comparison]:
-    from pretrain.checkpoint import newest_checkpoint, weights_sha256
+def _compare(
+    untouched: RunDirectory, killed: RunDirectory, total_steps: int
+) -> tuple[list[Comparison], list[tuple[int, int]]]:
+    """What was compared, and the rows that both runs jumped over."""
+    from pretrain.checkpoint import newest_checkpoint, read_state, weights_sha256
 
     comparisons = compare_records(read_attempts(untouched.store), read_attempts(killed.store), total_steps)
     names = [newest_checkpoint(run.checkpoints) for run in (untouched, killed)]
+    states = [read_state(run.checkpoints, name) for run, name in zip((untouched, killed), names, strict=True)]
+    shown = [f"row {state['data']['next_row']}, {state['tokens']} tokens" for state in states]
+    comparisons.append(Comparison("final state", *shown, states[0] == states[1]))
     one, other = (weights_sha256(run.checkpoints, name) for run, name in zip((untouched, killed), names, strict=True))
     at_the_end = all(name.startswith(f"step-{total_steps:08d}-") for name in names)
-    return [*comparisons, Comparison("final weights, sha256", one, other, one == other and at_the_end)]
+    comparisons.append(Comparison("final weights, sha256", one, other, one == other and at_the_end))
+    return comparisons, [(skip["first_row"], skip["end_row"]) for skip in states[1]["data"]["skips"]]
+
+
+def _plot(untouched: RunDirectory, killed: RunDirectory, proof: Proof, home: Store) -> Path:
+    """Draws the comparison beside the runs' own directory, which goes."""
+    from pretrain.metrics.plot_pair import plot_pair
+
+    folder = home.local_path("")
+    assert folder is not None
+    path = folder.parent / "proofs" / f"{folder.name}.png"
+    marks = [(kill.step, kill.target) for kill in proof.kills]
+    verdict = "equal, bit for bit" if proof.equal else "NOT EQUAL"
+    title = f"{proof.name}: {verdict}, {len(marks)} kills (seed {proof.seed})"
+    return plot_pair(read_attempts(untouched.store), read_attempts(killed.store), marks, title, path)

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from pretrain.errors import ExitCode, PretrainError, UserError
 from pretrain.metrics.history import decode_records
 from pretrain.rundir import EventKind, ProcessIdentity, RunDirectory, is_alive, wait_until_gone
@@ -93,22 +95,48 @@ class TrialRun:
         Raises:
             PretrainError: the rank had ended, or the journal does not say that signal 9 ended it.
         """
-        identity = self._rank_process(attempt, rank)
+        (pid,) = self._kill(attempt, [rank])
+        return pid, self._await_fault(attempt, f"rank {rank}", rank, exit_code=-signal.SIGKILL)
+
+    def kill_ranks(self, attempt: int) -> tuple[int, str]:
+        """The same to all ranks of an attempt at once; gives the pid of the first."""
+        pids = self._kill(attempt, sorted(self._processes(attempt)))
+        return pids[0], self._await_fault(attempt, "all ranks", exit_code=-signal.SIGKILL)
+
+    def kill_agent(self, attempt: int, rank: int) -> tuple[int, str]:
+        """SIGKILL to the agent of a rank, which takes its ranks along; gives its pid and the evidence."""
+        identity = self._process_of(attempt, rank)
+        pid = psutil.Process(identity.pid).ppid()
         if not is_alive(identity):
-            raise PretrainError(f"the kill of rank {rank} did not fire: {identity} had ended. Use more steps.")
-        os.kill(identity.pid, signal.SIGKILL)
+            raise PretrainError(f"the kill of the agent of rank {rank} did not fire: {identity} had ended.")
+        os.kill(pid, signal.SIGKILL)
+        return pid, self._await_fault(attempt, f"the agent of rank {rank}", cause="node")
+
+    def _kill(self, attempt: int, ranks: Sequence[int]) -> list[int]:
+        identities = [self._process_of(attempt, rank) for rank in ranks]
+        for identity in identities:
+            if not is_alive(identity):
+                raise PretrainError(
+                    f"the kill of ranks {list(ranks)} did not fire: {identity} had ended. Use more steps."
+                )
+        for identity in identities:
+            os.kill(identity.pid, signal.SIGKILL)
+        return [identity.pid for identity in identities]
+
+    def _await_fault(self, attempt: int, who: str, rank: int | None = None, **expected: object) -> str:
+        """The journal's fault of an attempt (of `rank`, if it is given), which must be as expected."""
         deadline = time.monotonic() + PROOF_OF_DEATH_S
         while time.monotonic() < deadline:
             for event in self.directory.events():
-                fields = event.fields
-                if event.kind == EventKind.FAULT and (fields["attempt"], fields["rank"]) == (attempt, rank):
-                    if fields["exit_code"] == -signal.SIGKILL:
-                        return identity.pid, "the journal has a fault with exit code -9"
-                    raise PretrainError(
-                        f"the kill of rank {rank} did not fire: the journal says exit code {fields['exit_code']}."
-                    )
+                told = event.fields if event.kind == EventKind.FAULT else {}
+                if told.get("attempt") == attempt and rank in (None, told["rank"]):
+                    found = {name: told[name] for name in expected}
+                    said = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in found.items())
+                    if found != expected:
+                        raise PretrainError(f"the kill of {who} did not fire: the journal says {said}.")
+                    return f"the journal has a fault with {said}"
             time.sleep(POLL_S)
-        raise PretrainError(f"rank {rank} was killed, but the journal has no fault of it. {self._tail()}")
+        raise PretrainError(f"{who} was killed, but the journal has no fault of it. {self._tail()}")
 
     def await_end(self) -> None:
         """Waits for the run to be complete. Raises PretrainError when it ends in any other way."""
@@ -160,13 +188,19 @@ class TrialRun:
                 return attempt, max(record["step"] for record in records)
         return 0, 0
 
-    def _rank_process(self, attempt: int, rank: int) -> ProcessIdentity:
+    def _process_of(self, attempt: int, rank: int) -> ProcessIdentity:
+        found = self._processes(attempt).get(rank)
+        if found is None:
+            raise PretrainError(
+                f"the journal of the {self.name} run names no process of rank {rank}, attempt {attempt}."
+            )
+        return found
+
+    def _processes(self, attempt: int) -> dict[int, ProcessIdentity]:
         for event in reversed(self.directory.events()):
             if event.kind == EventKind.RANKS_STARTED and event.fields["attempt"] == attempt:
-                for process in event.fields["processes"]:
-                    if process["rank"] == rank:
-                        return ProcessIdentity.from_json(process)
-        raise PretrainError(f"the journal of the {self.name} run names no process of rank {rank}, attempt {attempt}.")
+                return {int(one["rank"]): ProcessIdentity.from_json(one) for one in event.fields["processes"]}
+        return {}
 
     def _all_ranks(self) -> list[ProcessIdentity]:
         return [

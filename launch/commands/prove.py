@@ -9,10 +9,11 @@ import sys
 from pretrain.errors import ExitCode
 
 DESCRIPTION = """\
-Trains the config twice on this machine: once untouched, and once with kill -9 at random moments, of a rank or
-of the whole `pretrain train` process followed by `pretrain resume`. Then compares every step's loss,
-gradient norm and data digest and the sha256 of the final weights. Every kill must provably have fired.
-The two runs lie under PRETRAIN_HOME while it works and are removed afterwards.
+Trains the config twice on this machine: once untouched, and once with kill -9 at random moments, of the whole
+`pretrain train` process followed by `pretrain resume`, and in turn of a rank, of all ranks, of an agent. Then
+compares every step's loss, gradient norm and data digest, the final state and the sha256 of the final weights, and
+draws both curves. Every kill must provably have fired. The two runs lie under PRETRAIN_HOME while it works and are
+removed afterwards; the picture stays in PRETRAIN_HOME/proofs.
 
 exit codes: 0 equal bit for bit, 2 user error, 3 not equal, or a run failed"""
 

@@ -12,6 +12,7 @@ from pretrain.checkpoint.weights import (
     diff_checkpoints,
     newest_checkpoint,
     open_verified,
+    read_state,
     read_weights,
     weights_sha256,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "pin",
     "prepare_copy",
     "prune",
+    "read_state",
     "read_weights",
     "reading",
     "restore",

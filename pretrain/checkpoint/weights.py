@@ -54,6 +54,16 @@ def newest_checkpoint(store: Store) -> str:
     raise CheckpointError(f"no checkpoint in {store.url} ({reasons}). Train until checkpoint.every_steps have passed.")
 
 
+def read_state(store: Store, name: str) -> dict[str, Any]:
+    """The training state that a checkpoint was saved with, as JSON.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        CheckpointError: its manifest is damaged.
+    """
+    return read_manifest(store, name).training_state
+
+
 def read_weights(store: Store, name: str) -> dict[str, torch.Tensor]:
     """Whole fp32 master weights by name, verified.
 

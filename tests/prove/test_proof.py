@@ -21,6 +21,13 @@ def test_kills_fall_between_the_first_and_the_last_step_and_hit_ranks_and_the_wh
         assert sum(kill.rank is None for kill in kills) == 2
         assert all(kill.rank is None or 0 <= kill.rank < 3 for kill in kills)
         assert all(0 <= kill.step_fraction < 1 for kill in kills)
+        assert [kill.kind for kill in kills if kill.rank is not None] == ["rank", "ranks"]
+    assert {kill.kind for kill in plan_kills(6, total_steps=30, num_ranks=2, seed=1)} == {
+        "train",
+        "rank",
+        "ranks",
+        "agent",
+    }
 
 
 def test_the_plan_follows_the_seed_alone() -> None:
@@ -87,6 +94,18 @@ def test_a_repeated_step_that_differs_is_seen_though_the_final_history_is_equal(
     killed[1][3]["loss"] = 0.5
     (wrong,) = [c for c in compare_records(untouched, killed, 10) if not c.equal]
     assert wrong.what == "loss, repeated step 4 (1 of 2)"
+
+
+def test_a_run_that_went_back_by_itself_may_repeat_a_step_as_the_untouched_one_did() -> None:
+    spike = {"step": 4, "loss": 99.0, "gradient_norm": 50.0, "data_digest": "f" * 16}
+    untouched, killed = _runs()
+    untouched[1].insert(4, spike)  # and then the step again, with other rows
+    untouched[1].insert(5, untouched[1][3])
+    killed[1].insert(4, dict(spike))
+    assert all(c.equal for c in compare_records(untouched, killed, 10))
+    killed[1][4]["loss"] = 98.0
+    (wrong,) = [c for c in compare_records(untouched, killed, 10) if not c.equal]
+    assert wrong.what == "loss, repeated step 4 (1 of 3)"
 
 
 def test_a_record_without_the_field_is_never_equal() -> None:

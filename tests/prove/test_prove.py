@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from launch import cli, prove
 from launch.proof import plan_kills
@@ -61,12 +62,15 @@ def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouch
         assert "-9" in kill["evidence"]
         assert 0 < kill["back_s"] < 60
     compared = {c["what"].split(",")[0] for c in proof["comparisons"] if c["equal"]}
-    assert compared == {"loss", "gradient norm", "data digest", "final weights"}
+    assert compared == {"loss", "gradient norm", "data digest", "final state", "final weights"}
     (weights,) = [c for c in proof["comparisons"] if c["what"].startswith("final weights")]
     assert len(weights["untouched"]) == 64
     records = read_attempts(open_store(f"{proof['directory']}/killed"))
     assert list(records) == [1, 2, 3]  # one attempt more for each kill
     assert [unknown_fields(record) for rows in records.values() for record in rows if unknown_fields(record)] == []
+    with Image.open(proof["plot"]) as picture:
+        assert picture.format == "PNG"
+        assert min(picture.size) > 500
     _check_generate(proof["directory"], capsys)
 
 
