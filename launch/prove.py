@@ -214,8 +214,8 @@ def _compare(
     comparisons = compare_records(read_attempts(untouched.store), read_attempts(killed.store), total_steps)
     names = [newest_checkpoint(run.checkpoints) for run in (untouched, killed)]
     states = [read_state(run.checkpoints, name) for run, name in zip((untouched, killed), names, strict=True)]
-    shown = [f"row {state['data']['next_row']}, {state['tokens']} tokens" for state in states]
-    comparisons.append(Comparison("final state", *shown, states[0] == states[1]))
+    ours, theirs = (f"row {state['data']['next_row']}, {state['tokens']} tokens" for state in states)
+    comparisons.append(Comparison("final state", ours, theirs, states[0] == states[1]))
     one, other = (weights_sha256(run.checkpoints, name) for run, name in zip((untouched, killed), names, strict=True))
     at_the_end = all(name.startswith(f"step-{total_steps:08d}-") for name in names)
     comparisons.append(Comparison("final weights, sha256", one, other, one == other and at_the_end))
