@@ -41,6 +41,7 @@ STEP_FIELDS = _ledger(
     ("gradient_norm", "1", "global L2 norm of the gradient BEFORE clipping"),
     ("applied", "flag", "false when the step was skipped for a non-finite gradient"),
     ("skipped_steps", "steps", "steps skipped so far in the whole run"),
+    ("rollbacks", "count", "times that the run went back to a checkpoint and jumped over rows"),
     ("target_tokens", "tokens", "targets that counted in this step, all ranks"),
     ("tokens", "tokens", "targets that counted since step 1, over all attempts"),
     ("masked_rows", "rows", "rows of this step ignored because their block is corrupt"),
