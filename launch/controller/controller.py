@@ -250,9 +250,26 @@ class Controller:
             time.sleep(0.5)
             self._write()
         if self._unwritten and not self._fenced:
+            self._write_last_word()
+        if self._unwritten and not self._fenced:
             self._log.error("the end of the run could not be written into its journal", events=len(self._unwritten))
             failed = replace(outcome, exit_code=outcome.exit_code or ExitCode.FAILED)
             self._state = replace(self._state, outcome=failed)
+
+    def _write_last_word(self) -> None:
+        """On a full disk the journal has space for the end of the run, and for nothing before it."""
+        kind, fields = self._unwritten[-1]
+        try:
+            self._journal.append(kind, **fields)
+        except FencedError as error:
+            self._fenced = str(error)
+        except StoreError as error:
+            self._log.warning("not even the last event could be written", error=error)
+        else:
+            lost = len(self._unwritten) - 1
+            self._unwritten.clear()
+            if lost:
+                self._log.error("the disk was full: the journal lacks the events before the last", events=lost)
 
     def _take_events(self, news: News) -> int | None:
         """Journals what ranks tell; returns the newest committed step."""

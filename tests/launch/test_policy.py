@@ -348,3 +348,24 @@ def test_whatever_is_seen_attempts_never_overlap_and_nothing_follows_the_end(
             elif isinstance(action, Finish):
                 assert not running
                 assert state.phase is Phase.ENDED
+
+
+def test_a_time_limit_asks_the_ranks_to_save_and_the_run_can_be_resumed() -> None:
+    play = Play(replace(LIMITS, time_limit_s=5.0, stop_timeout_s=3.0)).start().train(1, 2)
+    assert play.see(after=5.0, beats=(Beat(0, "step", 3), Beat(1, "step", 3))) == [AskRanks("drain")]
+    play.see(exits=(RankExit(0, 5), RankExit(1, 5)))
+    assert play.outcome
+    assert (play.outcome.event, play.outcome.exit_code) == ("interrupted", 5)
+    late = Play(replace(LIMITS, time_limit_s=5.0, stop_timeout_s=3.0)).start().train(1, 2)
+    late.see(after=5.0)
+    assert kinds(late.see(after=3.1)) == [KillRanks]  # the grace is over
+
+
+def test_a_run_whose_own_numbers_are_bad_is_not_tried_again() -> None:
+    play = Play().start().train(3, 4)
+    play.see(exits=(RankExit(0, 8, "2 steps in a row had a non-finite loss"), RankExit(1, 8)))
+    play.bury()
+    assert play.outcome
+    assert (play.outcome.event, play.outcome.exit_code) == ("failed", 3)
+    assert "would end the same way" in play.outcome.reason
+    assert "non-finite loss" in play.outcome.reason

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from pretrain.errors import FencedError
+from pretrain.errors import FencedError, StoreError
 from pretrain.rundir import DamagedFileError, EventKind, Lease
 from pretrain.rundir.journal import JournalWriter, read_events
 from pretrain.rundir.records import decode_record, encode_record
+from pretrain.rundir.status import read_status
 from pretrain.store import Store, open_store
+from pretrain.store.local import LocalStore
 from tests.rundir.helpers import flip_bits
 
 
@@ -152,3 +157,48 @@ def test_every_flipped_bit_of_a_record_is_found_or_changes_nothing(tmp_path: Pat
 def test_what_is_no_record_is_damaged(content: bytes) -> None:
     with pytest.raises(DamagedFileError, match=r"^f is damaged: it is not a record of JSON\. .* Restore it\.$"):
         decode_record(content, "f", "Restore it.")
+
+
+class FullDisk(LocalStore):
+    """A directory on a disk of so many bytes: what does not fit fails as the kernel says it."""
+
+    capacity = 1 << 20
+
+    def put_stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
+        data = b"".join(bytes(chunk) for chunk in chunks)
+        self._fit(len(data))
+        return super().put_stream(key, [data])
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self._fit(len(data))
+        return super().put_if_absent(key, data)
+
+    def _fit(self, length: int) -> None:
+        used = sum(path.stat().st_size for path in Path(self.url).rglob("*") if path.is_file())
+        if used + length > self.capacity:
+            raise StoreError(f"cannot write: {os.strerror(errno.ENOSPC)}")
+
+
+def test_a_full_disk_has_room_for_the_end_of_the_run_and_the_release_of_its_lease(tmp_path: Path) -> None:
+    store = FullDisk(tmp_path / "run")
+    lease = Lease.acquire(store, purpose="training")
+    writer = JournalWriter(store, lease)
+    writer.append("created")
+    writer.append(EventKind.ATTEMPT_STARTED, attempt=1, ranks=1, host="h", why="first start")
+    with pytest.raises(StoreError):
+        while True:  # something else fills the disk to the last byte
+            store.put(f"junk/{len(store.list('junk'))}", bytes(max(1, _room(store) // 2)))
+    with pytest.raises(StoreError, match="No space left on device"):
+        writer.append(EventKind.COMMITTED, attempt=1, step=10, checkpoint="step-00000010-a001")
+    writer.append(EventKind.FAILED, reason="no space left on device", exit_code=3)
+    lease.release()
+    status = read_status(store, "run", 100)
+    assert (status.state, status.reason) == ("failed", "no space left on device")
+    # With space again, the next start has its reserve again.
+    store.delete_tree("junk")
+    JournalWriter(store, Lease.acquire(store, purpose="training"))
+    assert store.size("disk-reserve") == 64 * 1024
+
+
+def _room(store: FullDisk) -> int:
+    return store.capacity - sum(path.stat().st_size for path in Path(store.url).rglob("*") if path.is_file())

@@ -41,7 +41,7 @@ def _cosine(step: int, total: int) -> float:
     """Linear warm-up from 0, then half a cosine down to a tenth, written here once more."""
     if step < WARMUP:
         return PEAK * (step + 1) / WARMUP
-    done = (step - WARMUP) / (total - WARMUP)
+    done = (step + 1 - WARMUP) / (total - WARMUP)
     return PEAK * (LAST + (1 - LAST) * 0.5 * (1 + math.cos(math.pi * done)))
 
 

@@ -16,6 +16,8 @@ from pretrain.errors import ExitCode
 from pretrain.log import Log
 from pretrain.train.stop import StopFlag, StopReason
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture
 def flag():
@@ -60,6 +62,44 @@ def test_a_signal_asks_to_save_and_go(flag, number):
     finally:
         for restored, handler in before.items():
             signal.signal(restored, handler)
+
+
+def test_a_signal_in_the_middle_of_a_line_writes_nothing_and_the_loop_tells_it_later(tmp_path):
+    # A handler that writes to the stream that is being written to raises "reentrant call", and ends the run.
+    program = (
+        "import os, signal, sys\n"
+        "from pretrain.log import Log\n"
+        "from pretrain.train.stop import StopFlag\n"
+        "class Stream:\n"
+        "    busy = False\n"
+        "    def write(self, text):\n"
+        "        assert not self.busy, 'reentrant'\n"
+        "        self.busy = True\n"
+        "        if text.startswith('line'): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        sys.stdout.write(text)\n"
+        "        self.busy = False\n"
+        "        return len(text)\n"
+        "    def flush(self): pass\n"
+        "stream = Stream()\n"
+        "flag = StopFlag(Log(stream=stream))\n"
+        "flag.watch_signals()\n"
+        "stream.write('line\\n')\n"
+        "print(flag.reason.name, flag.reason.name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "line"
+    assert lines[1].endswith("asked to end after this step reason=interrupt source=SIGTERM")
+    assert lines[2:] == ["INTERRUPT INTERRUPT"]
+
+
+def test_the_time_limit_interrupts_and_says_so(flag):
+    began = time.monotonic()
+    flag.watch_clock(0.3)
+    assert flag.reason is StopReason.NONE
+    _wait_for(flag, StopReason.INTERRUPT)
+    assert 0.3 <= time.monotonic() - began < 2
+    assert "source=cluster.time_limit_s=0.3" in flag._log._stream.getvalue()
 
 
 def test_a_control_request_stops_the_run_although_an_earlier_look_failed(flag):
