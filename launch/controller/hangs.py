@@ -19,7 +19,7 @@ _STEP_PHASES = ("data", "step")
 _WINDOW = 32
 _ENOUGH = 3  # durations, before they say anything
 _FACTOR, _SLACK_S = 3.0, 2.0
-_OTHER_SLACK_S = 10.0  # of phases that wait for disks: save, load, eval
+_OTHER_SLACK_S = 10.0  # of phases that wait for disks: save, load, eval, record
 _IN_COLLECTIVE = ("distributed_c10d.py", "deepspeed/comm/")
 _OWN_FRAMES = "pretrain/train/loop.py"
 

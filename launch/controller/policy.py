@@ -131,14 +131,14 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
     if fault:
         return _fail(state, fault, now, limits)
     views = state.ranks.values()
+    codes = [view.exit.code for view in views if view.exit]
+    if len(codes) == len(views) and all(code in _ENDED_WELL for code in codes):
+        return _finish(state, _ended_well(state, codes), _attempt_word(codes))
     if state.phase is Phase.EXAMINING:
         return _examine(state, now, limits)
     hang = find_hang(state, now, limits)
     if hang:
         return replace(state, phase=Phase.EXAMINING, since_t=now, suspected=hang, stacks={}), [TakeStacks()]
-    codes = [view.exit.code for view in views if view.exit]
-    if len(codes) == len(views) and all(code in _ENDED_WELL for code in codes):
-        return _finish(state, _ended_well(state, codes), _attempt_word(codes))
     if state.stop and now - state.stop_t > limits.stop_timeout_s:
         reason = f"the ranks did not save within {limits.stop_timeout_s:g} s"
         return _kill(state, now, replace(_stopped(state), reason=reason), reason)
@@ -153,6 +153,8 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
 
 def _examine(state: RunState, now: float, limits: Limits) -> Decision:
     """The stacks of a hung attempt come in; then it is killed, and the odd rank out is blamed."""
+    if any(view.heard_t > state.since_t for view in state.ranks.values()):  # it was slow, and goes on
+        return replace(state, phase=Phase.RUNNING, since_t=now, suspected=None), []
     living = [rank for rank, view in state.ranks.items() if not view.gone]
     if any(rank not in state.stacks for rank in living) and now - state.since_t < limits.examine_s:
         return state, []

@@ -53,6 +53,7 @@ def train(training: Training) -> ExitCode:
 
         last = state.step == config.schedule.total_steps
         if last or state.step % config.metrics.log_every_steps == 0 or not record.outcome.applied:
+            heartbeat.phase("record", state.step, collective=True)  # a disk may be slow; nobody hangs for it
             log_step(training, state, record)
             passing("step.logged")
         finding = judge_step(training, before, record)

@@ -70,6 +70,16 @@ def test_a_hang_is_seen_within_three_step_times_and_two_seconds_and_both_stacks_
     assert FORWARD in fault.report
 
 
+def test_a_rank_that_is_heard_again_while_it_is_examined_was_only_slow() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    play.wait(10)
+    step = play.state.ranks[1].step + 1
+    assert play.see(beats=(Beat(1, "data", step, step + 1, play.now),)) == []
+    assert play.run(3, 0.5).faults == []
+
+
 def test_ranks_that_do_not_answer_for_their_stacks_do_not_hold_the_restart_up() -> None:
     play = Steps(LEARNED)
     play.start()
