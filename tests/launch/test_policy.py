@@ -31,6 +31,7 @@ from launch.controller.state import (
     StandBy,
     StartRanks,
     Stop,
+    TakeStacks,
 )
 
 LIMITS = Limits(
@@ -247,14 +248,16 @@ def test_silence_is_a_hang_with_its_own_limits_before_and_after_the_first_step()
     assert play.faults == []  # imports and restore may take start_timeout_s
     play.train(5, 6)
     play.see(after=9.0, beats=(Beat(0, "step", 7),))
-    play.see(after=2.0)
+    assert play.see(after=2.0) == [TakeStacks()]
+    play.see(after=1.1)
     assert [(fault.cause, fault.rank) for fault in play.faults] == [(Cause.HANG, 1)]
-    assert "silent for 11 s in phase step at step 6" in play.faults[0].message
+    assert "silent for 11.0 s in phase step at step 6" in play.faults[0].message
 
 
 def test_a_rank_that_never_starts_is_a_hang_after_start_timeout() -> None:
     play = Play().start()
-    play.see(after=31.0)
+    assert play.see(after=31.0) == [TakeStacks()]
+    play.see(after=1.1)
     assert play.faults[0].cause is Cause.HANG
     assert "while starting" in play.faults[0].message
 
