@@ -50,6 +50,7 @@ def main() -> int:
                 if args.only in trial.name and time.monotonic() - began < args.limit_s:
                     note(bench.run(trial))
             reference = bench.reference(2)
+            bench.close()
         through_ray = [trial for trial in cluster_trials(args.cluster, args.seed) if args.only in trial.name]
         if through_ray:
             with ClusterBench(folder, tiny, reference) as cluster:

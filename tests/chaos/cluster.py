@@ -228,7 +228,7 @@ class ClusterBench:
                 ours = str(home / "run") in words or ("--standby" in words and "pretrain" in words)
                 if ours and process.environ().get("PRETRAIN_TRIAL") == self._mark:
                     processes.append(f"process {process.pid} {' '.join(words)[:120]}")
-        return processes + leftovers(home / "run", str(home), home / "memory")
+        return processes + leftovers(RunDirectory.locate(str(home / "run")), str(home), home / "memory")
 
     def _end(self, home: Path) -> None:
         with contextlib.suppress(BaseException):

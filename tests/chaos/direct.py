@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from pretrain.checkpoint import list_checkpoints
 from pretrain.errors import PretrainError
@@ -14,6 +17,7 @@ from pretrain.rundir import RunDirectory
 from tests.chaos.plan import SAVE_EVERY, STEPS, Trial
 from tests.chaos.ranks_pool import Group, RankPool
 from tests.chaos.verdict import differences, leftovers
+from tests.data_build.servers import s3_server
 from tests.tiny import Tiny
 
 _STARTS = 8
@@ -41,6 +45,12 @@ class DirectBench:
     def __init__(self, folder: Path, tiny: Tiny, pool: RankPool) -> None:
         self._folder, self._tiny, self._pool = folder, tiny, pool
         self._references: dict[int, RunDirectory] = {}
+        self._servers = contextlib.ExitStack()
+        self._bucket: str | None = None
+
+    def close(self) -> None:
+        """Ends the S3 server, if there is one."""
+        self._servers.close()
 
     def run(self, trial: Trial) -> Result:
         reference = self.reference(trial.ranks)
@@ -69,8 +79,9 @@ class DirectBench:
         seconds = time.monotonic() - began
         fired = all(Path(f"{plan}.fired-{index}").exists() for index in range(len(trial.orders)))
         if not problems:
-            problems += differences(reference, RunDirectory.locate(str(home / "run")), STEPS)
-            problems += leftovers(home / "run", str(home), home / "memory")
+            run = RunDirectory.locate(f"{self._home_url(home, trial)}/run")
+            problems += differences(reference, run, STEPS, records=not trial.on_s3)
+            problems += leftovers(run, str(home), home / "memory")
         if seconds > trial.bound_s:
             problems.append(f"took {seconds:.0f} s, at most {trial.bound_s:g}")
         return Result(trial, fired, tuple(problems), starts, seconds)
@@ -96,12 +107,22 @@ class DirectBench:
             memory.mkdir(exist_ok=True)
             overrides += ["checkpoint.ram_every_steps=1", f"checkpoint.ram_directory={memory}"]
         environment = {
-            "PRETRAIN_HOME": str(home), "PRETRAIN_FAULTS": str(plan), "PRETRAIN_TRIAL": str(home),
+            "PRETRAIN_HOME": self._home_url(home, trial), "PRETRAIN_FAULTS": str(plan), "PRETRAIN_TRIAL": str(home),
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
+        environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         logs = [home / f"rank-{rank}.log" for rank in range(trial.ranks)]
         arguments = [*self._tiny.decoder(*overrides), "--resume", "auto"]
         return self._pool.start(arguments, ranks=trial.ranks, environment=environment, logs=logs)
+
+    def _home_url(self, home: Path, trial: Trial) -> str:
+        if not trial.on_s3:
+            return str(home)
+        if self._bucket is None:
+            self._bucket = self._servers.enter_context(
+                s3_server("moto", self._folder / "s3", self._servers.enter_context(pytest.MonkeyPatch.context()))
+            )
+        return f"{self._bucket}/{home.name}"
 
     def _see_end(self, group: Group, trial: Trial) -> bool:
         """Whether a rank ended by itself; what is left of the others a moment later is killed, as torchrun would."""

@@ -40,6 +40,7 @@ class Trial:
     overrides: tuple[str, ...] = ()
     bound_s: float = 60.0
     tags: tuple[str, ...] = field(default=())
+    on_s3: bool = False  # the run directory is a bucket
 
 
 # Point -> (how often a run of ten steps passes it at least, whether only rank 0 does).
@@ -76,7 +77,7 @@ def direct_trials(count: int, seed: int) -> list[Trial]:
         *(_kill_at(point) for point in _PASSAGES),
         *(_kill_in_store(point) for point in _STORE),
         *(_kill_in_load(point) for point in _LOADS),
-        _kill_both, _stop_a_rank, _fail_writes, _slow_disk, _damage, _damage,
+        _kill_both, _stop_a_rank, _fail_writes, _slow_disk, _damage, _damage, _s3,
     ]  # fmt: skip
     cycle: Iterator[Callable[[random.Random, int], Trial]] = itertools.cycle(makers)
     return [next(cycle)(draw, number) for number in range(count)]
@@ -152,6 +153,20 @@ def _fail_writes(draw: random.Random, number: int) -> Trial:
                     "times": draw.randint(1, 2)}  # fmt: skip
     return Trial(number, f"{error} {point} {name}", ranks, memory, (order,), tags=("full disk" if error != "EROFS" else
                  "read-only disk",))  # fmt: skip
+
+
+def _s3(draw: random.Random, number: int) -> Trial:
+    ranks, memory = _place(draw)
+    if draw.random() < 0.5:
+        name, rank = draw.choice((("rank-0000", draw.randrange(ranks)), ("MANIFEST", 0)))
+        orders: tuple[Order, ...] = ({"point": "store.upload", "do": "error:ECONNRESET", "nth": draw.randint(1, 2),
+                                      "rank": rank, "detail": name, "times": draw.randint(1, 2)},)  # fmt: skip
+        return Trial(number, f"S3 error {name}", ranks, memory, orders, tags=("S3",), on_s3=True)
+    point = draw.choice(("store.upload", "save.before_manifest", "save.after_manifest"))
+    orders = ({"point": point, "do": "kill", "nth": draw.randint(1, 3), "rank": 0},)
+    if point == "store.upload":
+        orders = (orders[0] | {"detail": "checkpoints/"},)
+    return Trial(number, f"S3 kill {point}", ranks, memory, orders, tags=("S3",), on_s3=True)
 
 
 def _slow_disk(draw: random.Random, number: int) -> Trial:

@@ -17,9 +17,10 @@ from pretrain.rundir import RunDirectory
 from pretrain.store.base import TEMPORARY
 
 
-def differences(untouched: RunDirectory, hurt: RunDirectory, steps: int) -> list[str]:
-    """What differs between the two runs; equal means the same bits."""
-    compared = compare_records(read_attempts(untouched.store), read_attempts(hurt.store), steps)
+def differences(untouched: RunDirectory, hurt: RunDirectory, steps: int, *, records: bool = True) -> list[str]:
+    """What differs between the two runs; equal means the same bits. On object stores a kill loses the last records."""
+    attempts = [read_attempts(run.store) for run in (untouched, hurt)]
+    compared = compare_records(*attempts, steps) if records else []
     problems = [f"{c.what}: {c.untouched} and {c.killed}" for c in compared if not c.equal]
     newest = [list_checkpoints(run.checkpoints)[0] for run in (untouched, hurt)]
     if newest[1].step != steps or newest[1].problem:
@@ -35,7 +36,7 @@ def differences(untouched: RunDirectory, hurt: RunDirectory, steps: int) -> list
     return problems
 
 
-def leftovers(run: Path, mark: str, memory: Path) -> list[str]:
+def leftovers(run: RunDirectory, mark: str, memory: Path) -> list[str]:
     """Processes with the trial's mark in their environment, unfinished files, copies in memory."""
     left = []
     for process in psutil.process_iter():
@@ -44,8 +45,8 @@ def leftovers(run: Path, mark: str, memory: Path) -> list[str]:
                 left.append(f"process {process.pid} {' '.join(process.cmdline())[:80]}")
         except psutil.Error:
             continue
-    left += [f"file {path}" for path in run.rglob("*") if path.name.startswith(TEMPORARY)]
+    folder = run.store.local_path("")
+    left += [f"file {path}" for path in folder.rglob("*") if path.name.startswith(TEMPORARY)] if folder else []
     left += [f"memory {path}" for path in memory.iterdir()] if memory.exists() else []
-    checkpoints = RunDirectory.locate(str(run)).checkpoints
-    left += [f"{info.name}: {info.problem}" for info in list_checkpoints(checkpoints) if info.problem]
+    left += [f"{info.name}: {info.problem}" for info in list_checkpoints(run.checkpoints) if info.problem]
     return left
