@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.chaos.cluster import ClusterBench, cluster_trials
 from tests.chaos.direct import DirectBench, Result
+from tests.chaos.head import head_trials, run_head_trial
 from tests.chaos.plan import direct_trials
 from tests.chaos.ranks_pool import RankPool
 from tests.tiny import build_tiny
@@ -25,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Hurts runs and compares them.")
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--cluster", type=int, default=40, help="how many of them go through agents and Ray")
+    parser.add_argument("--heads", type=int, default=0, help="further ones that kill the head of a run's own Ray")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="trials whose name holds this word")
     parser.add_argument("--limit-s", type=float, default=5400.0, help="begin no trial later than this")
@@ -57,6 +59,9 @@ def main() -> int:
                 for trial in through_ray:
                     if time.monotonic() - began < args.limit_s:
                         note(cluster.run(trial))
+        for trial in head_trials(args.heads, args.seed):
+            if args.only in trial.name and time.monotonic() - began < args.limit_s:
+                note(run_head_trial(folder, tiny, reference, trial))
     summary = summarise(results, time.monotonic() - began)
     print(json.dumps(summary), flush=True)
     return int(summary["equal"] != summary["trials"])

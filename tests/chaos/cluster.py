@@ -166,6 +166,8 @@ class ClusterBench:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._nodes.wait(60.0)
         self._nodes.kill()
+        assert self._nodes.stdout is not None
+        self._nodes.stdout.close()
         self._ray.cleanup()
 
     def run(self, trial: Trial) -> Result:

@@ -84,6 +84,8 @@ class RankPool:
         self._process.stdin.close()
         self._process.wait(20.0)
         self._thread.join(5.0)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def start(
         self,
