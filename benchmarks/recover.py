@@ -32,7 +32,7 @@ SETTINGS = (
     "metrics.log_every_steps=1",
     "data.prefetch_steps=4",
 )
-CHAOS_LIMIT_S = 150
+CHAOS_LIMIT_S = 75
 
 
 def _of(run: TinyRun, kind: str, attempt: int) -> Any:
@@ -77,7 +77,7 @@ def _chaos(trials: int) -> dict[str, Any]:
 
 def measure(*, quick: bool, command: str) -> list[Result]:
     """Medians over several faults of a run with standbys and of one without; hangs; a short chaos campaign."""
-    warm_faults, cold_faults, hangs, trials = (2, 1, 1, 4) if quick else (7, 2, 3, 40)
+    warm_faults, cold_faults, hangs, trials = (2, 1, 1, 4) if quick else (5, 2, 2, 40)
     cold: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
