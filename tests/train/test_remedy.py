@@ -80,13 +80,14 @@ def _events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
     return [event.fields for event in run.events() if event.kind == kind]
 
 
-@pytest.mark.parametrize("factor", ["1000", "nan"])
-def test_two_ranks_jump_over_guilty_rows_and_end_as_if_they_had_never_been(bench, digests, factor):
+@pytest.mark.parametrize(("factor", "stage"), [("1000", 2), ("1000", 3), ("nan", 1)])
+def test_two_ranks_jump_over_guilty_rows_and_end_as_if_they_had_never_been(bench, digests, factor, stage):
     # A spike must come again before it is believed; what is not finite goes back after the second step in a row.
     steps = [7] if factor == "1000" else [7, 8]
     guilty = {digests[step][1]: factor for step in steps}
     rows = [ROWS * steps[0], ROWS * (steps[-1] + 1)]
     overrides = WATCH if factor == "1000" else ("health.max_skipped_steps=1",)
+    overrides = (*overrides, f"engine.zero_stage={stage}")
     run = bench.train("met", *overrides, GUILTY=guilty)
     spared = bench.train("spared", *overrides, SKIP=rows)
     assert _weights(run) == _weights(spared)
@@ -112,12 +113,14 @@ def test_a_run_killed_while_it_goes_back_goes_back_again(bench, digests, point):
 
 
 def test_what_is_finite_when_computed_again_was_the_hardware_and_changes_nothing(bench, digests):
-    run = bench.train("flaky", GUILTY={digests[4][1]: "nan"}, GUILTY_ONCE=str(bench.home / "once"))
+    run = bench.train(
+        "flaky", "engine.zero_stage=0", GUILTY={digests[4][1]: "nan"}, GUILTY_ONCE=str(bench.home / "once")
+    )
     (rerun,) = _events(run, "step_rerun")
     assert (rerun["step"], rerun["verdict"]) == (5, "hardware")
     assert [rank.split(" ")[:2] for rank in rerun["ranks"]] == [["rank", "1"]]  # micro-batch 1 is rank 1's
     assert steps_of(bench.home / "flaky")[5]["applied"] is True
-    assert _weights(run) == _weights(bench.train("calm"))
+    assert _weights(run) == _weights(bench.train("calm", "engine.zero_stage=0"))
 
 
 def test_a_run_that_stays_ill_ends_with_the_reason_and_code_8(bench, digests):
