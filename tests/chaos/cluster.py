@@ -1,4 +1,4 @@
-"""Trials through agents and Ray: submitted runs on one cluster of two nodes that is used again and again.
+"""Trials through agents and Ray: submitted runs on one cluster that is used again and again.
 
 takes → trials whose orders name ranks, agents, controllers and keepers; gives → results as the direct ones do. Each
 run is compared with one of as many ranks that had neither agents nor faults.
@@ -150,12 +150,15 @@ class ClusterBench:
         self._ray = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True)
         environment = {**os.environ, "PRETRAIN_FAULTS": str(self._plan), "PRETRAIN_TRIAL": self._mark,
                        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
-        self._nodes = subprocess.Popen(
-            [sys.executable, "-m", "tests.launch.two_nodes", self._ray.name], env=environment, cwd=ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        with (self._folder / "ray.log").open("wb") as log:
+            self._nodes = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.ray_node", self._ray.name], env=environment, cwd=ROOT, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
         assert self._nodes.stdout is not None
-        self._address = json.loads(self._nodes.stdout.readline())["dashboard"]
+        line = self._nodes.stdout.readline()
+        assert line, (self._folder / "ray.log").read_text(errors="replace")[-4000:]
+        self._address = json.loads(line)["dashboard"]
         return self
 
     def __exit__(
