@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_intermixed_args(arguments)
     began: float | None = None
+    if args.standby or args.run is not None:
+        from pretrain.train.watch import answer_stacks
+
+        answer_stacks()  # before the imports: the signal would end a process that does not expect it
     if args.standby:
         try:
             from pretrain.train.standby import become_rank

@@ -35,7 +35,7 @@ from pretrain.train.build import Place, build_training
 from pretrain.train.loop import train
 from pretrain.train.reporter import JournalReporter, PipeReporter, Reporter, SilentReporter
 from pretrain.train.stop import StopFlag
-from pretrain.train.watch import Heartbeat, Watchdog, answer_stacks, descriptor, die_with_parent, process_began
+from pretrain.train.watch import Heartbeat, Watchdog, descriptor, die_with_parent, process_began
 
 
 def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -> ExitCode:
@@ -48,7 +48,6 @@ def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -
         PretrainError: of whichever room refuses.
     """
     die_with_parent()
-    answer_stacks()
     world = World.from_environment()
     arm("rank", rank=world.rank, attempt=attempt)
     log = Log(world.rank)
