@@ -34,6 +34,7 @@ COMMANDS = (
     "generate",
     "inspect",
     "prove",
+    "cluster",
     "doctor",
 )
 

@@ -24,7 +24,7 @@ from launch.train import config_of, is_complete, more_steps, print_changes
 from pretrain.config import RunConfig, dump_yaml
 from pretrain.errors import ExitCode, LeaseHeldError, UserError
 from pretrain.rundir import RunDirectory, home_url
-from pretrain.rundir.lease_file import is_held, newest_lease
+from pretrain.rundir.lease_file import DEAD_AFTER_S, is_held, newest_lease, newest_number
 from pretrain.store import open_store
 
 SUBMIT_WITHIN_S = 60.0
@@ -38,18 +38,24 @@ def run_submit(args: argparse.Namespace) -> int:
     client = connect(args.address)
     is_new = not open_store(home_url()).exists(f"{config.name}/run.yaml")
     run, changes = RunDirectory.claim(config, resume=args.resume)
-    if not args.takeover:
+    if not args.takeover and not _comes_free(run, wait=args.wait):
         _refuse_held(run)
     print_changes(changes)
     if is_complete(run, config):
         print(f"nothing to do: the run is complete at step {config.schedule.total_steps}. {more_steps(run.name)}")
         return int(ExitCode.DONE)
+    before = newest_number(run.store)
     try:
         submission = submit(client, run, config, "--takeover" if args.takeover else "--first")
     except UserError:
         if is_new:  # or the name would be taken by a run that never was
             run.store.delete("run.yaml")
         raise
+    if args.wait:
+        from launch.wait import wait_for_end
+
+        print(f"run {run.name} in {run.url}, Ray job {submission}", flush=True)
+        return wait_for_end(run, client, submission, newer_than=before)
     print(run.name)
     print(f"submitted as Ray job {submission}; it runs in {run.url}", file=sys.stderr)
     print(f"next: pretrain status {run.name}; pretrain logs -f {run.name}; pretrain stop {run.name}", file=sys.stderr)
@@ -124,6 +130,19 @@ def driver_environment() -> dict[str, str]:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _comes_free(run: RunDirectory, *, wait: bool) -> bool:
+    """Whether nobody holds the run; a scheduler may restart it before a dead holder has been silent for long enough."""
+    first = newest_lease(run.store)
+    deadline = time.monotonic() + (DEAD_AFTER_S + 1.0 if wait else 0.0)
+    lease = first
+    while lease is not None and first is not None and is_held(lease, time.time()):
+        if lease.number != first.number or lease.renewed_at != first.renewed_at or time.monotonic() >= deadline:
+            return False
+        time.sleep(1.0)
+        lease = newest_lease(run.store)
+    return True
 
 
 def _refuse_held(run: RunDirectory) -> None:

@@ -24,7 +24,7 @@ def main() -> None:
         return
     folder = sys.argv[1]
     deadline = time.monotonic() + GIVE_UP_AFTER_S
-    while (found := _users_of(folder)) and time.monotonic() < deadline:
+    while (found := users_of(folder)) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -32,7 +32,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _users_of(folder: str) -> list[int]:
+def users_of(folder: str) -> list[int]:
     """Living processes, other than this one, with an open file below the folder."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
     return [pid for pid in pids if _holds_open(f"/proc/{pid}/fd", f"{folder}/")]

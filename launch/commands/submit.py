@@ -22,4 +22,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--address", required=True, help="http://HEAD:8265 (Jobs API), HOST:6379 (Ray) or auto (this machine's Ray)"
     )
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="stay until the run has ended and give its exit code; TERM and USR1 make it save and end with 5",
+    )
     parser.set_defaults(handler="launch.job:run_submit")
