@@ -10,6 +10,7 @@ STAMP := $(VENV)/.installed
 BENCHMARKS ?= step loss loader checkpoint recover startup
 IMAGE ?= pretrain
 DEVICE ?= cpu
+BUILDER ?= $(shell command -v docker || command -v podman || echo buildah)
 
 .PHONY: help install quickstart test test-cluster check bench docs image clean
 
@@ -52,7 +53,7 @@ docs: $(STAMP)  ## README, configs and command list against the code
 	@$(BIN)/python -m pytest tests/project
 
 image: ## container image; DEVICE=cuda for GPUs
-	docker build -f docker/Dockerfile --build-arg DEVICE=$(DEVICE) -t $(IMAGE):$(DEVICE) .
+	$(BUILDER) build -f docker/Dockerfile --target $(DEVICE) $(if $(BASE),--build-arg BASE=$(BASE)) -t $(IMAGE):$(DEVICE) .
 
 clean: ## remove what quickstart, tests and tools left; keeps .venv and runs/
 	rm -rf quickstart build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
