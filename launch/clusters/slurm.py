@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from launch.clusters.fleet import Fleet, entry_command
-from pretrain.config.schema import SlurmConfig
+from pretrain.config.clusters import SlurmConfig
 from pretrain.errors import UserError
 
 _BODY = r"""set -uo pipefail
@@ -29,7 +29,7 @@ cat > "$work/run.yaml" <<'END_OF_CONFIG'
 @CONFIG@END_OF_CONFIG
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-base=$((10000 + SLURM_JOB_ID % 1000 * 20))
+base=$((20000 + SLURM_JOB_ID % 600 * 20)) # above the ports of Ray's workers
 @ADDRESS@
 head_ip=$(address_of "${nodes[0]}")
 

@@ -50,12 +50,12 @@ def run_up(args: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     try:
-        port = _start(folder, args.nodes, args.slots)
+        port, jobs_port = _start(folder, args.nodes, args.slots)
     except BaseException:
         _end(folder)
         raise
     print(f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(str(folder / _TOKEN))}")
-    print(f"export RAY_API_SERVER_ADDRESS=http://{LOOPBACK}:{port}")
+    print(f"export RAY_API_SERVER_ADDRESS=http://{LOOPBACK}:{jobs_port} RAY_ADDRESS={LOOPBACK}:{port}")
     print(f"{args.nodes} nodes of {args.slots} slots are up, logs in {folder}", file=sys.stderr)
     print("next: pretrain submit CONFIG --address auto; at the end: pretrain cluster down", file=sys.stderr)
     return int(ExitCode.DONE)
@@ -81,8 +81,8 @@ def cluster_folder() -> Path:
     return folder
 
 
-def _start(folder: Path, num_nodes: int, slots: int) -> int:
-    """Starts head and nodes; gives the port of the Jobs API."""
+def _start(folder: Path, num_nodes: int, slots: int) -> tuple[int, int]:
+    """Starts head and nodes; gives the ports of Ray and of the Jobs API."""
     (folder / _TOKEN).touch(mode=0o600)
     (folder / _TOKEN).write_text(secrets.token_hex(32))
     port, jobs_port = _free_port(), _free_port()
@@ -97,7 +97,7 @@ def _start(folder: Path, num_nodes: int, slots: int) -> int:
         _spawn(folder, f"node-{index}", [*own, *options])
     logs = [folder / f"node-{index}.log" for index in range(1, num_nodes)]
     _wait(folder, lambda: all("Ray runtime started" in log.read_text() for log in logs), "a node does not come up")
-    return jobs_port
+    return port, jobs_port
 
 
 def _spawn(folder: Path, name: str, options: list[str]) -> None:

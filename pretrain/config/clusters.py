@@ -215,3 +215,13 @@ class SkyPilotConfig(Section):
         default=None,
         pattern=r"^[a-z0-9]+://",
     )
+
+
+class ClusterTargets(Section):
+    """The part of `cluster` that says where the run's machines come from."""
+
+    nodes: NodesConfig | None = setting("what a node of the cluster is", resume="free", default=None)
+    slurm: SlurmConfig | None = setting("cluster render slurm", resume="free", default=None)
+    kubernetes: KubernetesConfig | None = setting("cluster render kuberay", resume="free", default=None)
+    launcher: LauncherConfig | None = setting("cluster render ray", resume="free", default=None)
+    skypilot: SkyPilotConfig | None = setting("cluster render skypilot", resume="free", default=None)

@@ -11,11 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pretrain.config.clusters import KubernetesConfig as KubernetesConfig
-from pretrain.config.clusters import LauncherConfig as LauncherConfig
-from pretrain.config.clusters import NodesConfig as NodesConfig
-from pretrain.config.clusters import SkyPilotConfig as SkyPilotConfig
-from pretrain.config.clusters import SlurmConfig as SlurmConfig
+from pretrain.config.clusters import ClusterTargets
 from pretrain.config.families import AnyModelConfig as AnyModelConfig
 from pretrain.config.families import DecoderConfig as DecoderConfig
 from pretrain.config.families import EncoderConfig as EncoderConfig
@@ -330,7 +326,7 @@ class MetricsConfig(Section):
     wandb: WandbConfig = setting("Weights & Biases", resume="free", default=WandbConfig())
 
 
-class ClusterConfig(Section):
+class ClusterConfig(ClusterTargets):
     """Where the ranks run and how often which failure is forgiven."""
 
     num_ranks: PositiveInt = setting("data-parallel ranks R", resume="logged", default=1)
@@ -362,11 +358,6 @@ class ClusterConfig(Section):
         default=600.0,
     )
     environment: dict[str, str] = setting("extra environment of the ranks", resume="logged", default={})
-    nodes: NodesConfig | None = setting("what a node of the cluster is", resume="free", default=None)
-    slurm: SlurmConfig | None = setting("cluster render slurm", resume="free", default=None)
-    kubernetes: KubernetesConfig | None = setting("cluster render kuberay", resume="free", default=None)
-    launcher: LauncherConfig | None = setting("cluster render ray", resume="free", default=None)
-    skypilot: SkyPilotConfig | None = setting("cluster render skypilot", resume="free", default=None)
 
 
 class RunConfig(Section):
