@@ -74,7 +74,7 @@ class RankPool:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
-        assert self._ready.wait(120.0), "the zygote does not start"
+        assert self._ready.wait(900.0), "the zygote does not start"
         return self
 
     def __exit__(
@@ -102,7 +102,7 @@ class RankPool:
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
         self._process.stdin.flush()
-        group = Group(self._answers.get(timeout=30.0), list(logs))
+        group = Group(self._answers.get(timeout=120.0), list(logs))
         with self._lock:
             for pid in group.pids:
                 self._groups[pid] = group
