@@ -33,6 +33,7 @@ SETTINGS = (
     "data.prefetch_steps=4",
 )
 CHAOS_LIMIT_S = 75
+WAIT_S = 240.0  # for anything, on a machine that others use as well
 
 
 def _of(run: TinyRun, kind: str, attempt: int) -> Any:
@@ -42,15 +43,15 @@ def _of(run: TinyRun, kind: str, attempt: int) -> Any:
 
 def _fault_once(run: TinyRun, attempt: int, number: int, *, standbys: bool) -> dict[str, float]:
     """Sends a signal to a rank of the attempt; seconds until the next attempt's first finished step, by phase."""
-    run.wait_for(f"checkpoint of attempt {attempt}", lambda: _of(run, "committed", attempt))
+    run.wait_for(f"checkpoint of attempt {attempt}", lambda: _of(run, "committed", attempt), WAIT_S)
     if standbys:
-        run.wait_for(f"standbys of attempt {attempt}", lambda: _of(run, "standbys_ready", attempt))
-    started = run.wait_for(f"ranks of attempt {attempt}", lambda: _of(run, "ranks_started", attempt))
+        run.wait_for(f"standbys of attempt {attempt}", lambda: _of(run, "standbys_ready", attempt), WAIT_S)
+    started = run.wait_for(f"ranks of attempt {attempt}", lambda: _of(run, "ranks_started", attempt), WAIT_S)
     last = [record["t"] for record in run.steps(attempt)[-33:]]
     hurt = time.time()
     os.kill(started.fields["processes"][-1]["pid"], number)
-    steps = run.wait_for(f"step of attempt {attempt + 1}", lambda: run.steps(attempt + 1))
-    trained = run.wait_for("stages of the start", lambda: _of(run, "training", attempt + 1))
+    steps = run.wait_for(f"step of attempt {attempt + 1}", lambda: run.steps(attempt + 1), WAIT_S)
+    trained = run.wait_for("stages of the start", lambda: _of(run, "training", attempt + 1), WAIT_S)
     marks = [
         ("seen_s", _of(run, "fault", attempt).t),
         ("gone_s", _of(run, "attempt_ended", attempt).t),
