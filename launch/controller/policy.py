@@ -153,9 +153,10 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
 
 def _examine(state: RunState, now: float, limits: Limits) -> Decision:
     """The stacks of a hung attempt come in; then it is killed, and the odd rank out is blamed."""
-    if any(view.heard_t > state.since_t for view in state.ranks.values()):  # it was slow, and goes on
-        return replace(state, phase=Phase.RUNNING, since_t=now, suspected=None), []
     living = [rank for rank, view in state.ranks.items() if not view.gone]
+    heard = state.suspected and state.ranks.get(state.suspected.rank if state.suspected.rank is not None else -1)
+    if heard and heard.heard_t > state.since_t:  # it was slow, and goes on
+        return replace(state, phase=Phase.RUNNING, since_t=now, suspected=None), []
     if any(rank not in state.stacks for rank in living) and now - state.since_t < limits.examine_s:
         return state, []
     assert state.suspected is not None

@@ -75,9 +75,23 @@ def test_a_rank_that_is_heard_again_while_it_is_examined_was_only_slow() -> None
     play.start()
     play.run(8, 0.5)
     play.wait(10)
-    step = play.state.ranks[1].step + 1
-    assert play.see(beats=(Beat(1, "data", step, step + 1, play.now),)) == []
+    assert play.state.suspected
+    step, slow = play.state.ranks[1].step + 1, play.state.suspected.rank
+    assert slow is not None
+    assert play.see(beats=(Beat(slow, "data", step, step + 1, play.now),)) == []
     assert play.run(3, 0.5).faults == []
+
+
+def test_another_rank_that_goes_on_does_not_excuse_the_one_that_hangs() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    play.wait(10)
+    assert play.state.suspected
+    other, step = 1 - (play.state.suspected.rank or 0), play.state.ranks[1].step
+    for _ in range(12):
+        play.see(beats=(Beat(other, "save", step, step + 2, play.now),))
+    assert [fault.rank for fault in play.faults] == [play.state.suspected.rank if play.state.suspected else 1 - other]
 
 
 def test_ranks_that_do_not_answer_for_their_stacks_do_not_hold_the_restart_up() -> None:
