@@ -22,6 +22,8 @@ BENCHMARKS = {
     "loader": (1, "tokens/s from shards against webdataset and a memory map; time to resume"),
     "checkpoint": (2, "stall and bandwidth of a save against a memory copy, DeepSpeed's save and a plain write"),
     "recover": (1, "kill -9 of a rank to the next finished step of pretrain train"),
+    "growth": (1, "exponents of time over ranks, shards, parameters and checkpoints"),
+    "plan": (1, "planned memory against measured peaks; planned speed against published training reports"),
     "startup": (1, "pretrain train to its first finished step, by phase"),
 }
 _CHILD = "PRETRAIN_BENCHMARK_CHILD"

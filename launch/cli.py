@@ -34,6 +34,7 @@ COMMANDS = (
     "generate",
     "inspect",
     "prove",
+    "plan",
     "cluster",
     "doctor",
 )

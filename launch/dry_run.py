@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 
+import psutil
+
+from launch.plan.memory import memory_per_rank
 from pretrain.config import RunConfig
 from pretrain.data.loader import open_loader
 from pretrain.data.tokenizer import Tokenizer
@@ -19,6 +22,8 @@ from pretrain.model.flops import parameter_counts, training_flops_per_step
 from pretrain.rundir import ResumeMode, home_url
 from pretrain.store import open_store
 from pretrain.topology import World
+
+RANK_BYTES = 700_000_000  # of a rank's process before its model: interpreter, torch, DeepSpeed (measured)
 
 
 def dry_run(config: RunConfig, *, resume: ResumeMode) -> int:
@@ -50,6 +55,7 @@ def dry_run(config: RunConfig, *, resume: ResumeMode) -> int:
     print(f"step        {batch.global_batch_size} rows = {tokens:,} tokens, {flops:.3g} FLOP")
     print(f"run length  {steps} steps = {format_count(steps * tokens)} tokens, {steps * flops:.3g} FLOP")
     print(f"ranks       {config.cluster.num_ranks} on {config.cluster.device}, ZeRO-{config.engine.zero_stage}")
+    print(_check_memory(config))
     print("nothing was started or written")
     return int(ExitCode.DONE)
 
@@ -66,6 +72,27 @@ def _check_name(config: RunConfig, resume: ResumeMode) -> None:
             f"name={config.name} does not exist in {home_url()}. --resume=must only goes on with a run that is there. "
             "Correct --name or PRETRAIN_HOME."
         )
+
+
+def _check_memory(config: RunConfig) -> str:
+    """A line on the memory of a rank; raises UserError when this machine does not have it."""
+    ranks = config.cluster.num_ranks
+    planned = memory_per_rank(config, ranks)
+    needed = planned.total_bytes
+    if config.cluster.device == "cuda":
+        import torch
+
+        there = int(torch.cuda.get_device_properties(0).total_memory)
+    else:
+        needed += RANK_BYTES
+        there = psutil.virtual_memory().available // ranks
+    if needed > there:
+        raise UserError(
+            f"cluster.num_ranks={ranks} needs {needed / 1e9:.1f} GB a rank and there are {there / 1e9:.1f} GB "
+            f"for each (worst moment: {planned.moment}). A rank that gets none ends by signal 9. Set a smaller "
+            "batch.micro_batch_size, engine.activation_checkpointing=on or a higher engine.zero_stage."
+        )
+    return f"memory      {needed / 1e9:.1f} GB a rank of {there / 1e9:.1f} GB (worst moment: {planned.moment})"
 
 
 def _check_devices(config: RunConfig) -> None:

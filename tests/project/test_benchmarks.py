@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import published
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.bare_loop import BareLoop, Shape
 from benchmarks.corpus import make_corpus
+from benchmarks.growth import exponent
 from benchmarks.loader import LENGTH, ROWS, open_ours, through_memory_map, through_webdataset
+from benchmarks.published import Row, table_rows, within
 from benchmarks.result import Result, as_json, as_table, interleave, median_ratio
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,3 +98,22 @@ def test_all_readers_of_the_loader_benchmark_see_the_same_tokens(tmp_path: Path)
         batches = read(corpus)
         assert next(batches).ids.shape == (ROWS * LENGTH,)
         batches.close()
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_an_exponent_of_growth_is_the_slope(power: float) -> None:
+    sizes = [4.0, 16.0, 64.0, 256.0]
+    assert exponent(sizes, [3e-6 * size**power for size in sizes]) == pytest.approx(power)
+
+
+def test_rows_that_the_rates_were_fitted_to_do_not_count_as_met() -> None:
+    def keys(rows: list[Row]) -> set[tuple[str, str, float]]:
+        return {(row.accelerator, row.source, row.tokens_per_second_per_gpu) for row in rows}
+
+    for accelerator in ("H100", "A100-80GB"):
+        fitted, counted = table_rows(accelerator)[0::2], table_rows(accelerator)[1::2]
+        assert keys(counted) <= keys(published.ROWS)
+        assert not keys(fitted) & keys(published.ROWS)
+    row = published.ROWS[0]
+    assert within(replace(row, tokens_per_second_per_gpu=row.predicted() / 1.14), 0.15)
+    assert not within(replace(row, tokens_per_second_per_gpu=row.predicted() / 1.16), 0.15)
