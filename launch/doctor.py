@@ -1,70 +1,61 @@
 """`pretrain doctor`: is this machine fit to train; what dead runs left behind is removed.
 
-Takes nothing → a table of checks, each with what to do. Versions come from package metadata, so that a
-broken package is a finding and not a crash.
+Takes nothing → a table of checks of this machine, each with what to do; with `--slots` also of its slots, with
+`--address` of every node of a Ray cluster. Versions come from package metadata, so that a broken package is a finding
+and not a crash.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
 from launch.clusters.local import remove_leftovers
+from launch.doctor_machine import (
+    Finding,
+    check_clock,
+    check_compiler,
+    check_file_limits,
+    check_home,
+    check_interface,
+    check_names,
+    check_packages,
+    check_python,
+)
+from launch.doctor_slots import check_slots
 from launch.tables import print_rows
 from pretrain.errors import ExitCode, PretrainError
 from pretrain.rundir import RunDirectory, home_url, list_runs
 from pretrain.rundir.memory_folders import DEFAULT_DIRECTORY, memory_folders, remove_orphans
 
-PACKAGES = ("torch", "deepspeed", "ray", "pydantic", "numpy", "safetensors", "tokenizers", "fsspec", "psutil")
 LEAST_DISK_BYTES = 2 * 10**9
 LEAST_MEMORY_BYTES = 2 * 10**9
 LEAST_SHM_BYTES = 100 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check: `ok`, `note` (works, but) or `bad` (training would fail)."""
-
-    check: str
-    verdict: str
-    found: str
-    remedy: str = ""
-
-
 def run_doctor(args: argparse.Namespace) -> int:
     """Handler of `pretrain doctor`; exit code 3 if something is bad."""
-    findings = [finding for check in CHECKS for finding in check()]
+    if args.address is not None:
+        from launch.doctor_cluster import check_cluster
+
+        findings = check_cluster(args.address, args.device)
+    else:
+        findings = [finding for check in CHECKS for finding in check()]
+        if args.slots:
+            findings += check_slots(args.slots, args.device)
     rows = [asdict(finding) for finding in findings]
     print_rows(["check", "verdict", "found", "remedy"], rows, as_json=args.json)
     return int(ExitCode.FAILED if any(finding.verdict == "bad" for finding in findings) else ExitCode.DONE)
-
-
-def check_python() -> list[Finding]:
-    good = sys.version_info >= (3, 11)
-    remedy = "" if good else "install Python 3.11 or newer"
-    return [Finding("python", "ok" if good else "bad", sys.version.split()[0], remedy)]
-
-
-def check_packages() -> list[Finding]:
-    findings = []
-    for package in PACKAGES:
-        try:
-            findings.append(Finding(package, "ok", importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            findings.append(Finding(package, "bad", "not installed", "make install, or pip install -e ."))
-    return findings
 
 
 def check_cores() -> list[Finding]:
@@ -166,10 +157,16 @@ def check_memory_tier() -> list[Finding]:
 CHECKS: tuple[Callable[[], list[Finding]], ...] = (
     check_python,
     check_packages,
+    check_compiler,
     check_cores,
     check_memory,
     check_shared_memory,
+    check_file_limits,
     check_disks,
+    check_home,
+    check_clock,
+    check_names,
+    check_interface,
     check_devices,
     check_loopback,
     check_runs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import threading
 import time
@@ -131,7 +132,7 @@ def test_an_error_of_the_family_becomes_one_line_and_its_code(
 def test_doctor_finds_a_missing_package(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch", "no-such-package"])
     assert main(["doctor", "--json"]) == 3
     findings = {row["check"]: row for row in json.loads(capsys.readouterr().out)}
     assert findings["torch"]["verdict"] == "ok"

@@ -1,0 +1,222 @@
+"""`pretrain doctor`: every check has a case that makes it fail, and what a sound machine gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import doctor_machine
+from launch.doctor_cluster import compare_nodes
+from launch.doctor_machine import (
+    Finding,
+    check_clock,
+    check_compiler,
+    check_file_limits,
+    check_home,
+    check_interface,
+    check_names,
+    check_packages,
+    interfaces,
+)
+from launch.doctor_slots import PROBE_COMMAND, check_slots, judge
+from launch.slot_probe import WIDTH, expected_sum
+from tests.launch.runs import ROOT
+
+SOUND = {"product": expected_sum(), "matmul_s": 0.001, "all_reduce_s": 0.002}
+
+
+def only(findings: list[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def test_packages_in_the_versions_that_are_required_are_fine_and_others_are_not() -> None:
+    assert {finding.verdict for finding in check_packages()} == {"ok"}
+    found = check_packages(["numpy>=99", "no-such-package>=1", "pydantic>=2", 'x>=1; sys_platform == "plan9"'])
+    assert [(finding.check, finding.verdict) for finding in found] == [
+        ("numpy", "bad"),
+        ("no-such-package", "bad"),
+        ("pydantic", "ok"),
+    ]
+    assert found[0].remedy == "install numpy>=99"
+
+
+def test_a_missing_compiler_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    finding = only(check_compiler())
+    assert finding.verdict == "note"
+    assert finding.found == "g++, ninja not found"
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(512, "bad"), (2048, "note")])
+def test_a_low_limit_of_open_files_is_found(limit: int, verdict: str) -> None:
+    program = "from launch.doctor_machine import check_file_limits as c; f = c()[0]; print(f.verdict, f.remedy)"
+    command = f"ulimit -Sn {limit}; exec {sys.executable} -c '{program}'"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.stdout.startswith(f"{verdict} ulimit -n"), done.stderr
+    assert only(check_file_limits()).check == "file limit"
+
+
+@pytest.mark.parametrize(("skew", "verdict"), [(0.5, "ok"), (-3.0, "note"), (40.0, "bad"), (-40.0, "bad")])
+def test_a_clock_that_is_off_is_found(skew: float, verdict: str) -> None:
+    finding = only(check_clock(skew))
+    assert finding.verdict == verdict
+    assert (finding.remedy == "") == (verdict == "ok")
+
+
+def test_the_clock_is_compared_with_the_file_system_of_the_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PRETRAIN_HOME", str(tmp_path / "runs"))
+    assert only(check_clock()).verdict == "ok"
+    real = time.time
+    monkeypatch.setattr(doctor_machine.time, "time", lambda: real() + 60.0)
+    assert only(check_clock()).verdict == "bad"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_reverse_look_up_is_found_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_machine, "interfaces", lambda: [("eth9", "192.0.2.9")])
+    monkeypatch.setattr(doctor_machine, "LONGEST_LOOKUP_S", 1.5)
+    monkeypatch.setattr(socket, "gethostbyaddr", lambda address: time.sleep(3.0))
+    started = time.monotonic()
+    finding = only(check_names())
+    assert time.monotonic() - started < 2.9
+    assert finding.verdict == "note"
+    assert "192.0.2.9 takes" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("found", "environ", "verdict"),
+    [
+        ([("eth0", "10.0.0.2")], {}, "ok"),
+        ([("eth0", "10.0.0.2")], {"NCCL_SOCKET_IFNAME": "eth"}, "ok"),  # NCCL takes beginnings
+        ([("eth0", "10.0.0.2")], {"NCCL_SOCKET_IFNAME": "^docker"}, "ok"),
+        ([("eth0", "10.0.0.2"), ("ib0", "10.1.0.2")], {}, "note"),
+        ([("eth0", "10.0.0.2"), ("ib0", "10.1.0.2")], {"GLOO_SOCKET_IFNAME": "ib0"}, "ok"),
+        ([], {}, "note"),
+        ([("eth0", "10.0.0.2")], {"GLOO_SOCKET_IFNAME": "eth7"}, "bad"),
+    ],
+)
+def test_the_interface_of_collectives(found: list[tuple[str, str]], environ: dict[str, str], verdict: str) -> None:
+    assert only(check_interface(found, environ)).verdict == verdict
+    assert all(not address.startswith("127.") for _, address in interfaces())
+
+
+def test_a_home_that_cannot_be_written_is_found(tmp_path: Path) -> None:
+    assert only(check_home(str(tmp_path))).verdict == "ok"
+    assert only(check_home(str(tmp_path / "later"))).verdict == "ok"
+    assert list(tmp_path.iterdir()) == []
+    assert only(check_home("/proc/self")).verdict == "bad"
+
+
+def test_the_probe_knows_its_product() -> None:
+    import numpy as np
+
+    rows = np.arange(WIDTH)
+    left = (7 * rows[:, None] + 3 * rows[None, :]) % 11 - 5
+    right = (5 * rows[:, None] + 2 * rows[None, :]) % 13 - 6
+    assert int((left @ right).sum()) == expected_sum()
+
+
+def results(**changes: Any) -> dict[str, dict[str, Any] | None]:
+    sound: dict[str, dict[str, Any] | None] = {f"slot {n}": {**SOUND, "reduced": [10]} for n in range(4)}
+    for name, change in changes.items():
+        entry = sound[name.replace("_", " ")]
+        assert entry is not None
+        sound[name.replace("_", " ")] = None if change is None else {**entry, **change}
+    return sound
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "verdict", "text"),
+    [
+        ({}, "slots", "ok", "4 slots agree"),
+        ({"slot_2": {"product": expected_sum() + 1}}, "matmul", "bad", "slot 2: a product of whole numbers"),
+        ({"slot_1": {"reduced": [9, 10]}}, "all-reduce", "bad", "slot 1: the sum over all slots"),
+        ({"slot_3": {"matmul_s": 0.004}}, "matmul", "note", "slot 3 takes 4.0 times as long"),
+        ({"slot_0": None}, "all-reduce", "bad", "slot 0 did not answer"),
+    ],
+)
+def test_the_slot_that_is_wrong_slow_or_silent_is_named(
+    changes: dict[str, Any], check: str, verdict: str, text: str
+) -> None:
+    finding = only(judge(results(**changes)))
+    assert (finding.check, finding.verdict) == (check, verdict)
+    assert text in finding.found
+
+
+def test_real_slots_agree_and_one_that_computes_wrong_is_found(tmp_path: Path) -> None:
+    """Two real processes; then the second multiplies with one bit wrong, as a broken device does."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import sys\nfrom launch import slot_probe\nreal = slot_probe._factors\n"
+        "def factors():\n    left, right = real()\n    left[5, 7] ^= 4\n    return left, right\n"
+        "slot_probe._factors = factors\nsys.exit(slot_probe.main())\n"
+    )
+    commands = [PROBE_COMMAND, (sys.executable, str(broken))]
+    findings = check_slots(2, commands=commands)
+    wrong = [finding for finding in findings if finding.verdict == "bad"]
+    assert [finding.found.split(":")[0] for finding in wrong] == ["slot 1"], findings
+
+
+def node(**changes: Any) -> tuple[float, float, dict[str, Any]]:
+    answer = {
+        "host": "a", "findings": [], "versions": {"python": "3.11.7", "torch": "2.13.0"}, "t": 100.5,
+        "sees_marker": True, "marker": "m",
+    }  # fmt: skip
+    return 100.0, 101.0, {**answer, **changes}
+
+
+def test_nodes_that_agree_are_fine() -> None:
+    finding = only(compare_nodes({"a": node(), "b": node()}, lambda key: True))
+    assert finding.verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "verdict"),
+    [
+        ({"versions": {"python": "3.11.7", "torch": "2.12.0"}}, "torch of all nodes", "bad"),
+        ({"versions": {"python": "3.12.0", "torch": "2.13.0"}}, "python of all nodes", "bad"),
+        ({"t": 140.0}, "b clock", "bad"),
+        ({"t": 95.0}, "b clock", "note"),
+        ({"sees_marker": False}, "b run directory", "bad"),
+        ({"marker": ""}, "b run directory", "bad"),
+        ({"findings": [Finding("file limit", "bad", "512 open files", "ulimit")]}, "b file limit", "bad"),
+        ({"error": "it is gone"}, "b", "bad"),
+    ],
+)
+def test_what_differs_between_nodes_is_named(changes: dict[str, Any], check: str, verdict: str) -> None:
+    finding = only(compare_nodes({"a": node(), "b": node(**changes)}, bool))
+    assert (finding.check, finding.verdict) == (check, verdict)
+
+
+@pytest.mark.slow
+def test_every_node_and_slot_of_a_cluster_is_examined(tmp_path: Path) -> None:
+    """Two nodes on this machine by `pretrain cluster up`, then `doctor --address`."""
+    environment = {**os.environ, "TMPDIR": "/tmp", "PRETRAIN_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def pretrain(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "launch.cli", *words]
+        env = {**environment, **more}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+
+    up = pretrain("cluster", "up", "--nodes", "2")
+    try:
+        assert up.returncode == 0, up.stderr
+        exported = dict(word.split("=", 1) for line in up.stdout.splitlines() for word in line.split()[1:])
+        result = pretrain("doctor", "--address", "auto", "--json", **exported)
+    finally:
+        down = pretrain("cluster", "down")
+    assert down.returncode == 0, down.stderr
+    findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
+    assert findings["slots"]["found"].startswith("2 slots agree"), result.stdout + result.stderr
