@@ -20,7 +20,7 @@ say() { printf '%s %s\n' "$(date '+%F %T')" "$*"; }
 # What every process of the run gets. The token is new in every allocation and only lives in the environment.
 @SETUP@
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
-export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN RAY_DASHBOARD_STARTUP_TIMEOUT_S=300 # a busy node takes its time
 @EXPORTS@
 
 work=/tmp/pretrain-$SLURM_JOB_ID

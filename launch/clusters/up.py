@@ -30,7 +30,7 @@ from launch.clusters.render import render
 from pretrain.config import RunConfig, load_config
 from pretrain.errors import ExitCode, PretrainError, RunError, UserError
 
-START_WITHIN_S = 90.0
+START_WITHIN_S = 180.0
 LOOPBACK = "127.0.0.1"
 _STATE, _TOKEN = "cluster.json", "token"
 _OBJECT_STORE_BYTES = 80 * 2**20  # Ray's least; no tensor goes through it
@@ -108,6 +108,7 @@ def _spawn(folder: Path, name: str, options: list[str]) -> None:
         "RAY_AUTH_TOKEN_PATH": str(folder / _TOKEN),
         "RAY_TMPDIR": str(folder),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(int(START_WITHIN_S)),
     }
     for variable in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN"):
         environment.pop(variable, None)

@@ -22,7 +22,7 @@ from tests.launch.slurm import Slurm, missing_programs, slurm
 from tests.tiny import build_tiny
 
 pytestmark = pytest.mark.timeout(460)
-WAIT_S = 150.0
+WAIT_S = 240.0
 
 
 @contextmanager

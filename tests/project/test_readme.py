@@ -13,13 +13,14 @@ from launch.cli import build_parser, parse
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/measurements.md"]
+CLUSTERS = (ROOT / "docs" / "clusters.md").read_text()
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/decisions.md", "docs/measurements.md", "docs/clusters.md"]
 TYPED = re.compile(r"^(?:\$ )?((?:make|pretrain|python -m|docker|\.venv/bin/python -m) .*)$", re.MULTILINE)
 
 
 def typed_commands() -> list[str]:
-    """Commands in the fenced blocks of README and in the comments at the top of the configs."""
-    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    """Commands in the fenced blocks of README and docs/clusters.md and in the comments at the top of the configs."""
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", README + CLUSTERS, re.MULTILINE | re.DOTALL)
     commands = [line for block in blocks for line in TYPED.findall(block)]
     for path in sorted((ROOT / "configs").rglob("*.yaml")):
         commands += re.findall(r"^# (?:Command|By hand|Make it): +(.*)$", path.read_text(), re.MULTILINE)
