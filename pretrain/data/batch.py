@@ -150,20 +150,30 @@ def _count_targets(labels: I64, byte_lengths: NDArray[np.integer]) -> tuple[int,
     return num, spelt - (labels.size - num) * int(byte_lengths[0])
 
 
-def _digest(index: int, *arrays: I64 | None) -> int:
-    """62 bits of BLAKE2b over the micro-batch's number and each array's size and checksum.
+def digest_of(index: int, arrays: Iterable[tuple[int, int]]) -> int:
+    """62 bits of BLAKE2b over the micro-batch's number and the (size, checksum) of its five arrays.
 
-    A checksum is the sum of the values times fixed odd weights, modulo 2^64: a single changed value always changes
-    it, several do but for about one case in 2^63, and it takes a tenth of the time of hashing the values.
+    They are decoder ids, document lengths, labels, then encoder ids and lengths, (0, 0) where there is no encoder.
     """
-    words = [index]
-    for array in arrays:
-        if array is None:
-            words += (0, 0)
-        else:
-            words += (array.size, int(np.dot(array.view(np.uint64), _weights(array.size)[: array.size])))
+    words = (index, *(word for array in arrays for word in array))
     state = hashlib.blake2b(struct.pack(f"<{len(words)}Q", *words), digest_size=8)
     return int.from_bytes(state.digest(), "little") >> 2
+
+
+def checksums(rows: I64) -> list[int]:
+    """Of each row of [n, size]: the sum of its values times fixed odd weights, modulo 2^64.
+
+    A single changed value always changes it, several do but for about one case in 2^63, and it takes a
+    tenth of the time of hashing the values.
+    """
+    # einsum: twice as fast as dot, which has no vectorised loop for uint64.
+    sums = np.einsum("ij,j->i", rows.view(np.uint64), _weights(rows.shape[1])[: rows.shape[1]])
+    return [int(value) for value in sums]
+
+
+def _digest(index: int, *arrays: I64 | None) -> int:
+    """`digest_of` of whole arrays."""
+    return digest_of(index, ((0, 0) if a is None else (a.size, checksums(a[None])[0]) for a in arrays))
 
 
 def _weights(size: int) -> NDArray[np.uint64]:

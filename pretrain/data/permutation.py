@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 U64: TypeAlias = NDArray[np.uint64]
 I64: TypeAlias = NDArray[np.int64]
 
+_encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=True).encode
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
@@ -30,8 +31,7 @@ _RANKED_SIZE = 64  # a Feistel network of fewer than 7 bits reaches too few perm
 
 def derive_key(*parts: int | str) -> int:
     """A 64-bit key from numbers and texts, the same on every machine and for ever."""
-    text = json.dumps(parts, separators=(",", ":"), ensure_ascii=True)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(_encode(parts).encode(), digest_size=8).digest(), "little")
 
 
 def mix_keys(keys: U64, *values: I64) -> U64:

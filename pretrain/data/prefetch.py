@@ -1,6 +1,6 @@
 """One thread that reads the coming steps while the current one trains.
 
-Takes a pure function (step, state) -> value and the function that gives the next state -> gives `read`.
+Takes a pure function of (step, state)s -> their values and the function that gives the next state -> gives `read`.
 
 Invariants: reading ahead never changes what is delivered: a value belongs to its exact (step, state),
 an error to the read of that step only; a read of anything else drops what was ahead. `close` ends the
@@ -11,34 +11,45 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
 
 from pretrain.data.state import DataState
 from pretrain.errors import StoreError
 
 Value = TypeVar("Value")
-_Key = tuple[int, DataState]
 _JOIN_S = 5.0  # a thread stuck in the file system is left to die with the process
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A step that is or was wanted, and what came of it."""
+
+    step: int
+    state: DataState
+    is_done: bool = False
+    value: object = None
+    error: Exception | None = None
 
 
 class Prefetcher(Generic[Value]):
     """See the module.
 
     Args:
-        compute: reads one step; called by the thread only, one call at a time.
+        compute: reads steps that follow each other; called by the thread only, one call at a time.
         following: the state after a step.
         depth: steps that are read ahead.
-        most_at_once: steps after which a waiting reader is woken; it grows to that from one while the reader waits
-            for every step, because a change of threads takes as long as packing a step of short rows.
+        most_at_once: steps that are computed together; it grows to that from one while they are read one after the
+            other, because short steps take less time together, and a change of threads as much as one of them.
         timeout_s: longest wait of `read`.
         fetching: names what is being read, for the message of a timeout.
     """
 
     def __init__(
         self,
-        compute: Callable[[int, DataState], Value],
+        compute: Callable[[list[tuple[int, DataState]]], list[Value]],
         following: Callable[[DataState], DataState],
         *,
         depth: int,
@@ -48,10 +59,9 @@ class Prefetcher(Generic[Value]):
     ) -> None:
         self._compute, self._following, self._fetching = compute, following, fetching
         self._depth, self._most_at_once, self._timeout_s = depth, most_at_once, timeout_s
-        self._at_once, self._unannounced = 1, 0
+        self._at_once = 1
         self._changed = threading.Condition()
-        self._wanted: OrderedDict[_Key, None] = OrderedDict()  # in order of need, the current step first
-        self._done: dict[_Key, Value | Exception] = {}
+        self._wanted: deque[_Entry] = deque()  # in order of need, the current step first; those with a value come first
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -62,14 +72,13 @@ class Prefetcher(Generic[Value]):
             StoreError: it did not come within the timeout.
             Exception: whatever `compute` raised for this step.
         """
-        key = (step, state)
         with self._changed:
             if self._closed:
                 raise RuntimeError("the loader is closed")
-            self._plan(key)
+            entry = self._plan(step, state)
             deadline = time.monotonic() + self._timeout_s
-            while key not in self._done:
-                if not self._changed.wait(max(deadline - time.monotonic(), 0)) and key not in self._done:
+            while not entry.is_done:
+                if not self._changed.wait(max(deadline - time.monotonic(), 0)) and not entry.is_done:
                     what = self._fetching() or "no file (the rows were being packed)"
                     raise StoreError(
                         f"the rows of step {step} did not come within health.data_timeout_s={self._timeout_s:g}. "
@@ -77,62 +86,68 @@ class Prefetcher(Generic[Value]):
                     )
                 if self._closed:
                     raise RuntimeError("the loader was closed during a read")
-            value = self._done[key]
-        if isinstance(value, Exception):
-            raise value
-        return value
+        if entry.error is not None:
+            raise entry.error
+        return cast(Value, entry.value)
 
     def close(self) -> None:
         """Ends the thread; a second call does nothing."""
         with self._changed:
             self._closed = True
             self._wanted.clear()
-            self._done.clear()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
-    def _plan(self, key: _Key) -> None:
-        """Makes `key` and the steps after it what is wanted; drops everything else. Lock held."""
-        if key in self._wanted:
-            while (first := next(iter(self._wanted))) != key:
-                del self._wanted[first]
-                self._done.pop(first, None)
-        else:
-            self._wanted, self._done, self._at_once = OrderedDict([(key, None)]), {}, 1
-        step, state = next(reversed(self._wanted))
+    def _plan(self, step: int, state: DataState) -> _Entry:
+        """Makes a step and those after it what is wanted; drops everything else. Lock held."""
+        while self._wanted and not (self._wanted[0].step == step and self._wanted[0].state == state):
+            self._wanted.popleft()
+        if not self._wanted:
+            self._wanted.append(_Entry(step, state))
+            self._at_once = 1
+        last = self._wanted[-1]
         while len(self._wanted) <= self._depth:
             try:
-                step, state = step + 1, self._following(state)
+                last = _Entry(last.step + 1, self._following(last.state))
             except Exception:  # belongs to the caller's own step from there, not to this read
                 break
-            self._wanted[(step, state)] = None
+            self._wanted.append(last)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pretrain-data", daemon=True)
             self._thread.start()
         self._changed.notify_all()
+        return self._wanted[0]
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                key = self._next()
-                while key is None and not self._closed:
+                entries = self._next()
+                while not entries and not self._closed:
                     self._changed.wait()
-                    key = self._next()
-                if self._closed or key is None:
+                    entries = self._next()
+                if self._closed:
                     return
-            value: Value | Exception
-            try:
-                value = self._compute(*key)
-            except Exception as error:  # handed to whoever reads that step
-                value = error
+            values = self._values(entries)
             with self._changed:
-                if key in self._wanted and not self._closed:
-                    self._done[key] = value
-                self._unannounced += 1
-                if self._unannounced >= self._at_once or self._next() is None or isinstance(value, Exception):
-                    self._at_once, self._unannounced = min(2 * self._at_once, self._most_at_once), 0
-                    self._changed.notify_all()
+                for entry, value in zip(entries, values, strict=True):
+                    entry.value, entry.error = (None, value) if isinstance(value, Exception) else (value, None)
+                    entry.is_done = True
+                self._at_once = min(2 * self._at_once, self._most_at_once)
+                self._changed.notify_all()
 
-    def _next(self) -> _Key | None:
-        return next((key for key in self._wanted if key not in self._done), None)
+    def _values(self, entries: list[_Entry]) -> list[Value | Exception]:
+        """The values of steps, or the error of each that has one."""
+        try:
+            return [*self._compute([(entry.step, entry.state) for entry in entries])]
+        except Exception as error:  # handed to whoever reads that step
+            if len(entries) == 1:
+                return [error]
+            return [value for entry in entries for value in self._values([entry])]
+
+    def _next(self) -> list[_Entry]:
+        """The steps to compute now: as many as go together, fewer only if the reader waits or no more are wanted."""
+        missing = [entry for entry in self._wanted if not entry.is_done]
+        reader_waits = len(missing) == len(self._wanted)
+        is_end = len(self._wanted) <= self._depth
+        return missing[: self._at_once] if len(missing) >= self._at_once or reader_waits or is_end else []

@@ -426,7 +426,8 @@ def test_the_description_is_a_tree_with_epochs_and_tokens(root: Path) -> None:
     with open_loader(numbered(root), BYTE_LENGTHS, World()) as loader:
         text = loader.describe()
     assert text.splitlines()[0] == "data of test: 80 rows in 10 steps"
-    assert "├─ source n: 32 documents, 512 tokens in 8 blocks x 4 rows; 1 of 1 rows, 2.50 epochs over the run" in text
+    assert "├─ source n: 32 documents, 512 tokens in 8 blocks x 4 rows; 2.50 epochs over the run" in text
+    assert "├─ from step 0: n 1 of 1 rows" in text
     assert "└─ step: 8 rows = 4 micro-batches x 2 rows; 128 token slots a step, 1,280 in the run" in text
 
 

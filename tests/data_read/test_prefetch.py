@@ -20,7 +20,13 @@ def following(state: DataState) -> DataState:
 
 
 def prefetcher(compute: Callable[[int, DataState], str], *, depth: int = 3, timeout_s: float = 5.0) -> Prefetcher[str]:
-    return Prefetcher(compute, following, depth=depth, timeout_s=timeout_s, fetching=lambda: "the-file")
+    return Prefetcher(
+        lambda keys: [compute(*key) for key in keys],
+        following,
+        depth=depth,
+        timeout_s=timeout_s,
+        fetching=lambda: "the-file",
+    )
 
 
 def settle(condition: Callable[[], bool]) -> None:
@@ -76,7 +82,13 @@ def test_an_error_of_a_coming_step_is_raised_by_that_step_only() -> None:
 
 def test_a_state_without_a_successor_is_read_itself() -> None:
     state = START.with_skip(5, 9)
-    ahead = Prefetcher(lambda step, s: str(step), lambda s: s.advance(3), depth=4, timeout_s=5.0, fetching=lambda: "")
+    ahead = Prefetcher(
+        lambda keys: [str(step) for step, _ in keys],
+        lambda s: s.advance(3),
+        depth=4,
+        timeout_s=5.0,
+        fetching=lambda: "",
+    )
     assert ahead.read(0, state) == "0"
     assert ahead.read(1, state.advance(3)) == "1"
     ahead.close()
