@@ -1,0 +1,95 @@
+"""`pretrain data plan` and `data mix` against rows that are counted one by one as the loader takes them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch import cli
+from pretrain.data.loader import open_loader
+from pretrain.topology import World
+from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_stub, write_tokens
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps: a and b as 3 to 1, from step 6 on as 1 to 3."""
+    root = tmp_path_factory.mktemp("forecasts")
+    tokenizer = write_tokenizer_stub(root)
+    write_tokens(root / "a", random_documents(120, 14, 1), tokenizer)
+    write_tokens(root / "b", random_documents(80, 14, 2), tokenizer)
+    config = run_config(
+        tokenizer,
+        {"a": (root / "a", 3.0), "b": (root / "b", 1.0)},
+        schedule__total_steps=STEPS,
+        data__stages=[{"from_step": 6, "weights": {"a": 1.0, "b": 3.0}}],
+    )
+    path = root / "run.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def counted(config_file: Path) -> list[Counter[str]]:
+    """Rows of each source in each step, as the loader addresses them."""
+    from pretrain.config import load_config
+
+    steps = []
+    with open_loader(load_config(config_file, []), BYTE_LENGTHS, World()) as loader:
+        state = loader.initial_state()
+        for _ in range(STEPS):
+            steps.append(Counter(loader.source_names[source] for source in loader._locate(state)[:, 0].tolist()))
+            state = loader.next_state(state)
+    return steps
+
+
+def test_plan_counts_the_rows_that_the_run_takes(
+    config_file: Path, counted: list[Counter[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "plan", str(config_file), "--json", "--ranks", "2"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    total = sum(counted, Counter[str]())
+    assert {source["name"]: source["rows"] for source in body["sources"]} == dict(total)
+    assert (body["steps"], body["rows"], body["ranks"]) == (STEPS, 8 * STEPS, 2)
+    for source in body["sources"]:
+        assert source["epochs"] == pytest.approx(total[source["name"]] / source["rows_in_epoch"])
+        assert source["tokens"] == 16 * total[source["name"]]
+
+
+def test_plan_prints_the_pipeline_and_a_line_for_each_source(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "plan", str(config_file)]) == 0
+    text = capsys.readouterr().out
+    assert "├─ from step 0: a 3 of 4 rows, b 1 of 4 rows" in text
+    assert "├─ from step 6: a 1 of 4 rows, b 3 of 4 rows" in text
+    assert "12 steps, 96 rows, 1,536 token slots on 1 ranks" in text
+
+
+def test_mix_shows_the_shares_of_each_part_of_the_run(
+    config_file: Path, counted: list[Counter[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "mix", str(config_file), "--parts", "4", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)
+    assert [(part["first_step"], part["end_step"]) for part in parts] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    for part in parts:
+        rows = sum(counted[part["first_step"] : part["end_step"]], Counter[str]())
+        assert part["shares"] == pytest.approx({name: rows[name] / 24 for name in ("a", "b")})
+    assert cli.main(["data", "mix", str(config_file), "--parts", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# a   = b"
+    assert lines[2].split()[:2] == ["0-5", "#" * 38 + "=" * 12]
+    assert lines[3].split()[:2] == ["6-11", "#" * 12 + "=" * 38]
+
+
+def test_ranks_must_be_a_number_from_one_on(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "plan", str(config_file), "--ranks", "0"])
+    assert ended.value.code == 2
+    assert "'0' is not a whole number from 1 on" in capsys.readouterr().err
