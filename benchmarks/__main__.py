@@ -16,7 +16,8 @@ from benchmarks.result import as_json, as_table
 
 # Name -> (threads of the measuring process, what is measured).
 BENCHMARKS = {
-    "step": (2, "tokens/s of a training step against a bare PyTorch loop; ZeRO-2 and ZeRO-3 beside it"),
+    "step": (2, "tokens/s of a training step against a bare loop, transformers' Trainer and, over 2 ranks, DDP"),
+    "encdec": (2, "tokens/s of an encoder-decoder on packed pairs against transformers' T5; fill of the rows"),
     "loss": (2, "fused linear cross-entropy against plain: time and peak memory"),
     "attention": (2, "packed documents against a dense mask; growth of peak memory with the length"),
     "loader": (1, "tokens/s from shards against webdataset and a memory map; time to resume"),

@@ -1,11 +1,13 @@
 """The plain training loop that ours is measured against, written without a line of `pretrain`.
 
 What a person writes in an afternoon: a pre-norm decoder of `nn.Linear`s in fp32, batches of [B, S],
-causal SDPA, `F.cross_entropy`, bf16 autocast, fused AdamW, clipping, gradient accumulation.
+causal SDPA, `F.cross_entropy`, bf16 autocast where the machine has it, fused AdamW, clipping, gradient
+accumulation; over several ranks `DistributedDataParallel`.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -83,9 +85,14 @@ class Decoder(nn.Module):
 class BareLoop:
     """Model and optimizer with one method, `step`."""
 
-    def __init__(self, shape: Shape, *, learning_rate: float = 1e-3) -> None:
+    def __init__(
+        self, shape: Shape, *, learning_rate: float = 1e-3, autocast: bool = True, distributed: bool = False
+    ) -> None:
         torch.manual_seed(0)
-        self.model = Decoder(shape)
+        self.model: nn.Module = Decoder(shape)
+        self.autocast = autocast
+        if distributed:
+            self.model = nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -93,11 +100,13 @@ class BareLoop:
     def step(self, microbatches: list[tuple[torch.Tensor, torch.Tensor]], learning_rate: float | None = None) -> float:
         """One optimizer step over (ids, labels) pairs of [B, S]; gives the mean loss in nats."""
         total = 0.0
-        for ids, labels in microbatches:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                logits = self.model(ids)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) / len(microbatches)
-            loss.backward()
+        for number, (ids, labels) in enumerate(microbatches, 1):
+            wait = number < len(microbatches) and isinstance(self.model, nn.parallel.DistributedDataParallel)
+            with self.model.no_sync() if wait else contextlib.nullcontext():
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
+                    logits = self.model(ids)
+                loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten()) / len(microbatches)
+                loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:

@@ -1,36 +1,38 @@
 """Fused linear cross-entropy against the plain one: logits of all targets, then `F.cross_entropy`.
 
-Forward and backward of head and loss in bf16: 4,096 targets, width 384, a vocabulary of 32,768.
-Memory is the peak of the resident set above what was resident before, each side in a process of its own.
+Forward and backward of head and loss: 4,096 targets, width 384, a vocabulary of 32,768. Memory is the peak
+of the resident set above what was resident before, each side in a process of its own that has computed a
+small loss before, so that loaded libraries and the scratch of their kernels are not counted on either side.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.machine import dtype, forget_peak, memory_kib, precision
 from benchmarks.result import Result, interleave, median, median_ratio, timed
+from pretrain.config.schema import LossConfig
 from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
 
 TARGETS, WIDTH, VOCABULARY = 4096, 384, 32768
 
 
-def _sides() -> dict[str, Callable[[], None]]:
+def _sides(targets: int = TARGETS, vocabulary: int = VOCABULARY) -> dict[str, Callable[[], None]]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TARGETS, WIDTH, generator=generator).bfloat16().requires_grad_()
-    weight = (torch.randn(VOCABULARY, WIDTH, generator=generator) * 0.02).bfloat16().requires_grad_()
-    labels = torch.randint(VOCABULARY, (TARGETS,), generator=generator)
+    hidden = torch.randn(targets, WIDTH, generator=generator).to(dtype()).requires_grad_()
+    weight = (torch.randn(vocabulary, WIDTH, generator=generator) * 0.02).to(dtype()).requires_grad_()
+    labels = torch.randint(vocabulary, (targets,), generator=generator)
+    options = LossOptions(chunk_rows=LossConfig().chunk_rows)
 
     def fused() -> None:
         hidden.grad = weight.grad = None
-        fused_linear_cross_entropy(hidden, weight, labels, LossOptions()).objective.backward()
+        fused_linear_cross_entropy(hidden, weight, labels, options).objective.backward()
 
     def plain() -> None:
         hidden.grad = weight.grad = None
@@ -41,18 +43,13 @@ def _sides() -> dict[str, Callable[[], None]]:
 
 def _peak_megabytes(side: str) -> float:
     """Peak memory of one side, in this process, in MB."""
+    _sides(targets=256, vocabulary=1024)[side]()
     action = _sides()[side]
-    before = _memory_kib("VmRSS")
+    forget_peak()
+    before = memory_kib("VmRSS")
     action()
     # Not getrusage: its maximum outlives exec and would be the parent's.
-    return (_memory_kib("VmHWM") - before) * 1024 / 1e6
-
-
-def _memory_kib(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}. Memory is measured on Linux only.")
-    return int(found[1])
+    return (memory_kib("VmHWM") - before) * 1024 / 1e6
 
 
 def _peak_in_own_process(side: str) -> float:
@@ -68,25 +65,18 @@ def measure(*, quick: bool, command: str) -> list[Result]:
         action()
     times = interleave({name: partial(timed, action) for name, action in sides.items()}, repetitions)
     peaks = interleave({name: partial(_peak_in_own_process, name) for name in sides}, 1 if quick else 3)
+    ratios = {"time": (times, "s"), "memory": (peaks, "MB")}
     return [
         Result(
-            "loss.time_vs_plain",
-            median_ratio(times["fused"], times["plain"]),
+            f"loss.{what}_vs_plain",
+            median_ratio(values["fused"], values["plain"]),
             "ratio",
-            "plain, s",
-            median(times["plain"]),
-            repetitions,
+            f"plain in {precision()}, {unit}",
+            median(values["plain"]),
+            len(values["plain"]),
             command,
-        ),
-        Result(
-            "loss.memory_vs_plain",
-            median_ratio(peaks["fused"], peaks["plain"]),
-            "ratio",
-            "plain, MB",
-            median(peaks["plain"]),
-            len(peaks["plain"]),
-            command,
-        ),
+        )
+        for what, (values, unit) in ratios.items()
     ]
 
 

@@ -1,18 +1,25 @@
-"""Training step: ours against a bare loop, in one process with 2 threads, bf16, accumulation 4, eager.
+"""Training step: ours against a bare loop, against `transformers`' Trainer, and over two ranks against DDP.
 
-Dense rows (one document each) of 4 x 512 tokens, so that both sides compute the same. Ours runs the
-whole step that training runs: keyed batches, loss sums, DeepSpeed's backward, clipping, update.
+One process with 2 threads, eager, gradients accumulated. Dense rows (one document each) of 512 tokens, so
+that all sides compute the same; then rows of 2,048 packed with short documents, which ours keeps apart
+and theirs does not (keeping them apart costs theirs a dense mask). Two ranks have one thread each.
+Ours runs the whole step that training runs: keyed batches, loss sums, DeepSpeed, clipping, update.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from benchmarks.attention import documents
 from benchmarks.bare_loop import BareLoop, Shape
+from benchmarks.machine import precision
+from benchmarks.ranks import run_in_ranks
 from benchmarks.result import Result, interleave, median, median_ratio
+from benchmarks.trainer_peer import TrainerPeer
 from pretrain.config.schema import RunConfig
 from pretrain.engine.distributed import start_process_group, stop_process_group
 from pretrain.engine.engine import Engine
@@ -20,11 +27,16 @@ from pretrain.model.registry import build_model
 from pretrain.sequence import Batch, SeqInfo
 from pretrain.topology import World
 
-ROWS, LENGTH, ACCUMULATION = 4, 512, 4
+ROWS, LENGTH, ACCUMULATION = 2, 512, 2
 TOKENS_PER_STEP = ROWS * LENGTH * ACCUMULATION
+PACKED_LENGTH = ROWS * LENGTH * ACCUMULATION  # one row holds the tokens of a dense step
+
+Step = Callable[[], float]
 
 
-def run_config(shape: Shape, *, zero_stage: int, precision: str = "bf16") -> RunConfig:
+def run_config(
+    shape: Shape, *, zero_stage: int, precision: str, rows: int = ROWS, length: int = LENGTH, microsteps: int
+) -> RunConfig:
     """A config of the benchmark's size; its data section names nothing that exists."""
     return RunConfig.model_validate(
         {
@@ -43,9 +55,9 @@ def run_config(shape: Shape, *, zero_stage: int, precision: str = "bf16") -> Run
                 "tied_embeddings": shape.tied,
             },
             "batch": {
-                "global_batch_size": ROWS * ACCUMULATION,
-                "micro_batch_size": ROWS,
-                "sequence_length": LENGTH,
+                "global_batch_size": rows * microsteps,
+                "micro_batch_size": rows,
+                "sequence_length": length,
             },
             "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
             "schedule": {"kind": "constant", "total_steps": 1000},
@@ -55,18 +67,18 @@ def run_config(shape: Shape, *, zero_stage: int, precision: str = "bf16") -> Run
     )
 
 
-def build_engine(config: RunConfig) -> Engine:
+def build_engine(config: RunConfig, world: World | None = None) -> Engine:
     model = build_model(config.model, config.loss, seed=config.seed, activation_checkpointing=False)
-    return Engine(model, config, World(), torch.device("cpu"))
+    return Engine(model, config, world or World(), torch.device("cpu"))
 
 
-def dense_batch(index: int, ids: torch.Tensor) -> Batch:
-    """One micro-batch of [B, S+1] ids, each row one document."""
+def batch_of(index: int, ids: torch.Tensor, lengths: list[int] | None = None) -> Batch:
+    """One micro-batch of [B, S+1] ids; without `lengths` each row is one document."""
     rows, length = ids.shape[0], ids.shape[1] - 1
     return Batch(
         index=index,
         decoder_ids=ids[:, :-1].reshape(-1),
-        decoder_info=SeqInfo.from_lengths([length] * rows),
+        decoder_info=SeqInfo.from_lengths(lengths or [length] * rows),
         labels=ids[:, 1:].reshape(-1),
         encoder_ids=None,
         encoder_info=None,
@@ -77,50 +89,126 @@ def dense_batch(index: int, ids: torch.Tensor) -> Batch:
     )
 
 
-def our_step(engine: Engine, microbatches: list[torch.Tensor]) -> Callable[[], float]:
+def our_step(
+    engine: Engine, microbatches: list[torch.Tensor], *, ranks: int = 1, lengths: list[int] | None = None
+) -> Step:
+    """Gives tokens/s of this rank for one step."""
+    tokens = sum(ids[:, 1:].numel() for ids in microbatches)
+
     def step() -> float:
         start = time.perf_counter()
         for index, ids in enumerate(microbatches):
-            engine.micro_step(dense_batch(index, ids), global_target_tokens=TOKENS_PER_STEP)
+            engine.micro_step(batch_of(index, ids, lengths), global_target_tokens=ranks * tokens)
         engine.step(1e-3)
-        return TOKENS_PER_STEP / (time.perf_counter() - start)
+        return tokens / (time.perf_counter() - start)
 
     return step
 
 
-def bare_step(loop: BareLoop, microbatches: list[torch.Tensor]) -> Callable[[], float]:
+def bare_step(loop: BareLoop, microbatches: list[torch.Tensor]) -> Step:
     pairs = [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in microbatches]
+    tokens = sum(labels.numel() for _, labels in pairs)
 
     def step() -> float:
         start = time.perf_counter()
         loop.step(pairs)
-        return TOKENS_PER_STEP / (time.perf_counter() - start)
+        return tokens / (time.perf_counter() - start)
 
     return step
 
 
+def trainer_step(peer: TrainerPeer, tokens: int) -> Step:
+    return lambda: tokens / peer.step()
+
+
+def _random_ids(shape: Shape, rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(shape.vocabulary_size, (rows, length + 1), generator=generator)
+
+
+def _dense(shape: Shape, kind: str, ids: torch.Tensor, peer: TrainerPeer, repetitions: int) -> dict[str, list[float]]:
+    """tokens/s of ours at three stages, of the bare loop and of the Trainer on the same rows."""
+    microbatches = list(ids.split(ROWS))
+    engines = {
+        f"zero{stage}": build_engine(run_config(shape, zero_stage=stage, precision=kind, microsteps=ACCUMULATION))
+        for stage in (1, 2, 3)
+    }
+    sides: dict[str, Step] = {name: our_step(engine, microbatches) for name, engine in engines.items()}
+    sides["bare"] = bare_step(BareLoop(shape, autocast=kind == "bf16"), microbatches)
+    sides["trainer"] = trainer_step(peer, TOKENS_PER_STEP)
+    interleave(sides, 1)
+    values = interleave(sides, repetitions)
+    for engine in engines.values():
+        engine.close()
+    return values
+
+
+def _packed(shape: Shape, kind: str, ids: torch.Tensor, peer: TrainerPeer, repetitions: int) -> dict[str, list[float]]:
+    """tokens/s on one row of short documents, isolated in ours, plainly causal in theirs."""
+    config = run_config(shape, zero_stage=1, precision=kind, rows=1, length=PACKED_LENGTH, microsteps=1)
+    engine = build_engine(config)
+    sides = {
+        "ours": our_step(engine, [ids], lengths=documents(PACKED_LENGTH)),
+        "trainer": trainer_step(peer, PACKED_LENGTH),
+    }
+    interleave(sides, 1)
+    values = interleave(sides, repetitions)
+    engine.close()
+    return values
+
+
+def measure_ranks(world: World, *, repetitions: int, num_layers: int, precision: str) -> dict[str, list[float]]:
+    """tokens/s of each rank: DDP and ours at three stages, in turn. Runs in every rank."""
+    shape = Shape(num_layers=num_layers)
+    microbatches = list(_random_ids(shape, ROWS * ACCUMULATION, LENGTH, seed=world.rank).split(ROWS))
+    engines = {
+        f"zero{stage}": build_engine(
+            run_config(shape, zero_stage=stage, precision=precision, microsteps=ACCUMULATION * world.size), world
+        )
+        for stage in (1, 2, 3)
+    }
+    sides: dict[str, Step] = {
+        name: our_step(engine, microbatches, ranks=world.size) for name, engine in engines.items()
+    }
+    sides["ddp"] = bare_step(BareLoop(shape, autocast=precision == "bf16", distributed=True), microbatches)
+    interleave(sides, 1)
+    values = interleave(sides, repetitions)
+    for engine in engines.values():
+        engine.close()
+    return values
+
+
 def measure(*, quick: bool, command: str) -> list[Result]:
-    """Ratios of tokens/s, ours over the bare loop's, for ZeRO 1, 2 and 3."""
-    repetitions = 3 if quick else 9
-    shape = Shape()
-    generator = torch.Generator().manual_seed(0)
-    microbatches = [
-        torch.randint(shape.vocabulary_size, (ROWS, LENGTH + 1), generator=generator) for _ in range(ACCUMULATION)
-    ]
-    bare = bare_step(BareLoop(shape), microbatches)
-    results = []
+    """Ratios of tokens/s, ours over the bare loop's, the Trainer's and DDP's."""
+    repetitions, kind = (2 if quick else 5), precision()
+    shape = Shape(num_layers=2) if quick else Shape()
+    dense_ids, packed_ids = _random_ids(shape, ROWS * ACCUMULATION, LENGTH), _random_ids(shape, 1, PACKED_LENGTH)
+    # Before there is a process group, in which the Trainer would wrap its model for many ranks.
+    dense_peer = TrainerPeer(shape, dense_ids[:, 1:], rows=ROWS, accumulation=ACCUMULATION, bf16=kind == "bf16")
+    packed_peer = TrainerPeer(shape, packed_ids[:, 1:], rows=1, accumulation=1, bf16=kind == "bf16")
     start_process_group(World(), torch.device("cpu"), 60.0)
     try:
-        for stage, metric in ((1, "step.vs_bare_loop"), (2, "step.zero2_vs_bare_loop"), (3, "step.zero3_vs_bare_loop")):
-            engine = build_engine(run_config(shape, zero_stage=stage))
-            ours = our_step(engine, microbatches)
-            interleave({"ours": ours, "bare": bare}, 1)
-            values = interleave({"ours": ours, "bare": bare}, repetitions)
-            ratio = median_ratio(values["ours"], values["bare"])
-            results.append(
-                Result(metric, ratio, "ratio", "bare loop, tokens/s", median(values["bare"]), repetitions, command)
-            )
-            engine.close()
+        dense = _dense(shape, kind, dense_ids, dense_peer, repetitions)
+        packed = _packed(shape, kind, packed_ids, packed_peer, repetitions)
     finally:
         stop_process_group()
-    return results
+        dense_peer.close()
+        packed_peer.close()
+    arguments: dict[str, Any] = {"repetitions": repetitions, "num_layers": shape.num_layers, "precision": kind}
+    ranks = run_in_ranks("benchmarks.step:measure_ranks", 2, arguments, timeout_s=240)
+    pairs = [
+        ("vs_bare_loop", dense, "zero1", "bare", "bare loop"),
+        ("zero2_vs_bare_loop", dense, "zero2", "bare", "bare loop"),
+        ("zero3_vs_bare_loop", dense, "zero3", "bare", "bare loop"),
+        ("vs_best_peer", dense, "zero1", "trainer", "transformers' Trainer"),
+        ("packed_vs_best_peer", packed, "ours", "trainer", "transformers' Trainer"),
+        ("zero2_vs_ddp", ranks, "zero2", "ddp", "DDP, per rank"),
+        ("zero3_vs_zero1", ranks, "zero3", "zero1", "ours at ZeRO-1, per rank"),
+    ]
+    return [
+        Result(
+            f"step.{name}", median_ratio(values[ours], values[theirs]), "ratio", f"{baseline} in {kind}, tokens/s",
+            median(values[theirs]), repetitions, command,
+        )
+        for name, values, ours, theirs, baseline in pairs
+    ]  # fmt: skip

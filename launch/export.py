@@ -1,8 +1,8 @@
 """`pretrain checkpoint export RUN --out DIR`: a checkpoint's weights as a directory that transformers loads.
 
-Takes a run and a checkpoint → config.json, model.safetensors, tokenizer.json and tokenizer_config.json,
-which appear together or not at all. The checkpoint is verified and not deleted meanwhile. At most
-the fp32 weights and their converted copy are in memory.
+Takes a run and a checkpoint → config.json, safetensors (sharded above 5 GB), tokenizer.json and
+tokenizer_config.json, which appear together or not at all. The checkpoint is verified and not deleted
+meanwhile. One weight at a time is in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def run_export(args: argparse.Namespace) -> int:
     """Handler of `pretrain checkpoint export`."""
     import torch
 
-    from pretrain.checkpoint import newest_checkpoint, read_weights
+    from pretrain.checkpoint import newest_checkpoint, open_weights
     from pretrain.data.tokenizer import Tokenizer
     from pretrain.model.hf.directory import export_model
     from pretrain.model.hf.family import ExportOptions
@@ -32,21 +32,21 @@ def run_export(args: argparse.Namespace) -> int:
 
     run = RunDirectory.locate(args.run)
     config, out = run.config(), Path(args.out)
-    if config.model.family != "decoder":
-        raise UserError(
-            f"model.family={config.model.family} cannot be exported by this command. transformers computes what the "
-            "decoder does as Llama or Qwen3. Export a run of a decoder."
-        )
     if out.exists():
         raise UserError(f"--out={out} exists. An export never overwrites. Name another directory or remove it.")
     name = args.checkpoint or newest_checkpoint(run.checkpoints)
     tokenizer = Tokenizer(run.store.get("tokenizer.json"), f"{run.url}/tokenizer.json")
     options = ExportOptions(
-        config.batch.sequence_length, getattr(torch, args.dtype), eos_id=tokenizer.eos_id, pad_id=tokenizer.pad_id
+        max(config.batch.sequence_length, config.batch.source_length or 0),
+        getattr(torch, args.dtype),
+        eos_id=tokenizer.eos_id,
+        pad_id=tokenizer.pad_id,
+        start_id=tokenizer.start_id if config.model.layout == "encoder_decoder" else None,
     )
     partial = out.with_name(f"{out.name}.export-{os.getpid()}")
     try:
-        export_model(read_weights(run.checkpoints, name), config.model, partial, options)
+        with open_weights(run.checkpoints, name, "export") as weights:
+            export_model(weights, config.model, partial, options, shapes=weights.shapes, shard_bytes=args.shard_bytes)
         (partial / "tokenizer.json").write_bytes(tokenizer.to_bytes())
         (partial / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(tokenizer), indent=2) + "\n")
         partial.rename(out)
@@ -54,7 +54,8 @@ def run_export(args: argparse.Namespace) -> int:
         raise UserError(f"--out={out} cannot be written: {error.strerror}. Name another directory.") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"{name} of {run.name} -> {out} ({args.dtype})")
+    entries = f"{tokenizer.vocabulary_size} tokens in {config.model.vocabulary_size} rows"
+    print(f"{name} of {run.name} -> {out} ({args.dtype}, {entries})")
     return ExitCode.DONE
 
 

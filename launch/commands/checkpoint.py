@@ -1,4 +1,4 @@
-"""`pretrain checkpoint list|verify|diff|pin|unpin|export`: what a run has saved, whether it is whole, what is kept."""
+"""`pretrain checkpoint ACTION`: what a run has saved, whether it is whole, what is kept, exchange with Hugging Face."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from pretrain.config.units import parse_bytes
 from pretrain.errors import CheckpointError, ExitCode
 
 if TYPE_CHECKING:
@@ -69,7 +70,22 @@ def _register_keeping(actions: argparse._SubParsersAction[argparse.ArgumentParse
     export.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the written weights"
     )
+    export.add_argument(
+        "--shard-bytes", type=parse_bytes, default=5_000_000_000, help="largest safetensors file (default: 5 GB)"
+    )
     export.set_defaults(handler="launch.export:run_export")
+
+    importing = actions.add_parser(
+        "import",
+        help="start a run from a Hugging Face directory",
+        description="Makes a new run whose step 0 is a model of transformers: Llama, Qwen3, GPT-2, T5, Marian, BERT. "
+        "pretrain resume NAME trains it on. CONFIG must describe the same model; what differs is named.",
+    )
+    importing.add_argument("directory", metavar="DIR", help="directory with config.json and *.safetensors")
+    importing.add_argument("config", metavar="CONFIG", help="YAML file of the run")
+    importing.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    importing.add_argument("--name", help="name of the run (default: `name` of the config)")
+    importing.set_defaults(handler="launch.importing:run_import")
 
     for action, what in (("pin", "keep a checkpoint for good"), ("unpin", "let retention decide about it again")):
         parser = actions.add_parser(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -72,6 +72,40 @@ def read_weights(store: Store, name: str) -> dict[str, torch.Tensor]:
     """
     with open_verified(store, name, "read weights") as (manifest, files):
         return {parameter: _whole(files, manifest, parameter, MASTER) for parameter in manifest.parameters}
+
+
+class StoredWeights(Mapping[str, torch.Tensor]):
+    """fp32 master weights by name, each read when it is asked for and kept by nobody; open while its context is.
+
+    Attributes:
+        shapes: of all of them, which costs no reading.
+    """
+
+    def __init__(self, manifest: Manifest, files: CheckpointFiles) -> None:
+        self._manifest, self._files = manifest, files
+        self.shapes = dict(manifest.parameters)
+
+    def __getitem__(self, parameter: str) -> torch.Tensor:
+        if parameter not in self.shapes:
+            raise KeyError(parameter)
+        return _whole(self._files, self._manifest, parameter, MASTER)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+@contextmanager
+def open_weights(store: Store, name: str, purpose: str) -> Iterator[StoredWeights]:
+    """The verified weights of a checkpoint, read one by one; it is not deleted while they are open.
+
+    Raises:
+        CheckpointError: the checkpoint is absent or damaged.
+    """
+    with open_verified(store, name, purpose) as (manifest, files):
+        yield StoredWeights(manifest, files)
 
 
 def weights_sha256(store: Store, name: str) -> str:

@@ -119,7 +119,11 @@ class EncoderDecoderConfig(ModelConfig):
     family: Literal["encoder_decoder"] = "encoder_decoder"
     num_encoder_layers: PositiveInt = setting("encoder layers", resume="refused")
     num_decoder_layers: PositiveInt = setting("decoder layers", resume="refused")
-    norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-6)
+    norm_eps: PositiveReal = setting(
+        "epsilon of LayerNorm; the paper names none, 1e-5 is torch's and the only one that Marian computes",
+        resume="refused",
+        default=1e-5,
+    )
 
 
 class EncoderConfig(ModelConfig):

@@ -8,6 +8,7 @@ imports deepspeed. Source: own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -92,6 +93,52 @@ class Stateful(Protocol):
         ...
 
     def end_restore(self) -> None: ...
+
+
+class FreshState:
+    """Whole weights without an engine, and an optimizer that has not stepped: what a first checkpoint holds.
+
+    Args:
+        weights: fp32, by name.
+        order: all names, in the model's order.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, order: list[str]) -> None:
+        self._weights, self._optimizer, self._order = weights, optimizer, order
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(self._weights[name].shape) for name in self._order}
+
+    def optimizer_spec(self) -> OptimizerSpec:
+        return probe_optimizer(self._optimizer)
+
+    def fragments(self) -> list[Fragment]:
+        return [
+            Fragment(name, shape, 0, {MASTER: self._weights[name].detach().reshape(-1)})
+            for name, shape in self.shapes().items()
+        ]
+
+    def optimizer_scalars(self) -> Scalars:
+        return {}
+
+    def hyperparameters(self) -> dict[str, dict[str, Any]]:
+        return group_settings(self._optimizer.param_groups)
+
+    def begin_restore(self, element_keys: tuple[str, ...], scalars: Scalars) -> list[Fragment]:
+        raise NotImplementedError("a fresh state is only saved")
+
+    def end_restore(self) -> None:
+        raise NotImplementedError("a fresh state is only saved")
+
+
+def group_settings(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The settings of an optimizer's groups by the name of the group, for the record."""
+    return {
+        str(group["name"]): {
+            key: value for key, value in group.items() if isinstance(value, float | int | bool | tuple)
+        }
+        for group in groups
+    }
 
 
 def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

@@ -87,20 +87,23 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                 grad_weight_VD.addmm_(grad_logits_CV.t(), chunk_CD)
             else:
                 grad_weight_VD += grad_logits_CV.t() @ chunk_CD
-        if grad_hidden_TD is not None and grad_weight_VD is not None:
-            ctx.save_for_backward(grad_hidden_TD, grad_weight_VD, grad_bias_V)
-            ctx.weight_dtype = weight_VD.dtype
+        # Not saved tensors: the backward pass scales them in place, which saves a copy of the matrix.
+        ctx.gradients = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
+        ctx.weight_dtype = weight_VD.dtype
         objective, nll, z_loss = (value.clone() for value in sums)
         ctx.mark_non_differentiable(nll, z_loss)
         return objective, nll, z_loss
 
     @staticmethod
     def backward(ctx: Any, grad_objective: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden_TD, grad_weight_VD, grad_bias_V = ctx.saved_tensors
-        grad_weight_VD = (grad_weight_VD * grad_objective).to(ctx.weight_dtype)
+        if ctx.gradients is None:
+            raise RuntimeError("the loss was differentiated twice; its gradients exist once")
+        grad_hidden_TD, grad_weight_VD, grad_bias_V = ctx.gradients
+        ctx.gradients = None
+        grad_weight_VD = grad_weight_VD.mul_(grad_objective).to(ctx.weight_dtype)
         if grad_bias_V is not None:
-            grad_bias_V = (grad_bias_V * grad_objective).to(ctx.weight_dtype)
-        return grad_hidden_TD * grad_objective, grad_weight_VD, grad_bias_V, None, None, None
+            grad_bias_V = grad_bias_V.mul_(grad_objective).to(ctx.weight_dtype)
+        return grad_hidden_TD.mul_(grad_objective), grad_weight_VD, grad_bias_V, None, None, None
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

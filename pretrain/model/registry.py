@@ -28,9 +28,13 @@ _FAMILIES: dict[str, Callable[..., nn.Module]] = {
 
 
 def build_model(
-    model: AnyModelConfig, loss: LossConfig, *, seed: int, activation_checkpointing: bool = False
+    model: AnyModelConfig, loss: LossConfig, *, seed: int, activation_checkpointing: bool = False, initial: bool = True
 ) -> nn.Module:
     """The model in fp32 on CPU with the initial weights of the seed; call it with a Batch to get LossSums.
+
+    Args:
+        initial: without it the weights are left as memory happens to be, for a caller that fills them (or, under
+            `torch.device("meta")`, for one that only looks at their shapes).
 
     Raises:
         KeyError: a family without a module (a mistake of whoever added it to the schema).
@@ -38,5 +42,6 @@ def build_model(
     # cuDNN's attention has public NaN bugs in backward; the flash kernels are as fast. A flag only, also on CPU.
     torch.backends.cuda.enable_cudnn_sdp(False)
     module = _FAMILIES[model.family](model, loss, activation_checkpointing=activation_checkpointing)
-    initialise(module, seed)
+    if initial:
+        initialise(module, seed)
     return module

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,37 @@ def test_an_import_reads_sharded_weights(tmp_path: Path) -> None:
         save_file({name: tensors[name] for name in part}, tmp_path / f"hf/model-0000{number}-of-00002.safetensors")
     _, state = import_model(tmp_path / "hf")
     assert state.keys() == dict(build(config).named_parameters()).keys()
+
+
+def test_an_export_reads_one_weight_at_a_time_and_shards_by_size(tmp_path: Path) -> None:
+    config = decoder_config(tied_embeddings=False)
+    state = {name: tensor.detach() for name, tensor in build(config).named_parameters()}
+    lent: list[weakref.ref[torch.Tensor]] = []
+
+    class Reader(Mapping[str, torch.Tensor]):
+        """Weights that are copied when they are asked for, as if read from a file."""
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            assert not [reference for reference in lent if reference() is not None], (
+                "a weight is held while another is read"
+            )
+            copy = state[name].clone()
+            lent.append(weakref.ref(copy))
+            return copy
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(state)
+
+        def __len__(self) -> int:
+            return len(state)
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    export_model(Reader(), config, tmp_path / "hf", ExportOptions(64), shapes=shapes, shard_bytes=20_000)
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert files == [f"model-0000{number}-of-0000{len(files)}.safetensors" for number in range(1, len(files) + 1)]
+    assert len(files) > 2
+    assert all(path.stat().st_size < 21_500 for path in (tmp_path / "hf").glob("*.safetensors"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    assert torch.equal(theirs.lm_head.weight, state["head.weight"])
+    _, back = import_model(tmp_path / "hf")
+    assert all(torch.equal(back[name], state[name]) for name in state)

@@ -13,7 +13,8 @@ from launch.cli import build_parser, parse
 # A command or option that goes is a breaking change; one that comes is added here.
 COMMANDS = {
     "checkpoint diff": ["--json", "-h"],
-    "checkpoint export": ["--checkpoint", "--dtype", "--out", "-h"],
+    "checkpoint export": ["--checkpoint", "--dtype", "--out", "--shard-bytes", "-h"],
+    "checkpoint import": ["--name", "-h"],
     "checkpoint list": ["--json", "-h"],
     "checkpoint pin": ["-h"],
     "checkpoint unpin": ["-h"],

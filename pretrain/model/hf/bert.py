@@ -88,10 +88,11 @@ def _from_config(body: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
-def _after_export(state: State, config: EncoderConfig) -> State:
+def _extras(config: EncoderConfig) -> dict[str, tuple[int, ...] | str]:
+    extras: dict[str, tuple[int, ...] | str] = {_SEGMENTS: (2, config.width)}
     if not config.tied_embeddings:
-        state = state | {f"{_HEAD}.decoder.bias": state[f"{_HEAD}.bias"].clone()}
-    return state | {_SEGMENTS: state[_POSITIONS].new_zeros((2, config.width))}
+        extras[f"{_HEAD}.decoder.bias"] = f"{_HEAD}.bias"
+    return extras
 
 
 def _before_import(state: State, config: EncoderConfig) -> State:
@@ -106,4 +107,4 @@ def _before_import(state: State, config: EncoderConfig) -> State:
     return kept
 
 
-BERT = Exchange(_weights, _to_config, _from_config, _after_export, _before_import)
+BERT = Exchange(_weights, _to_config, _from_config, extras=_extras, before_import=_before_import)

@@ -38,6 +38,16 @@ class ExportOptions:
         return {**named, "dtype": str(self.dtype).removeprefix("torch."), "use_cache": True}
 
 
+def _same_tensor(name: str, tensor: Tensor, config: Any) -> Tensor:
+    del name, config
+    return tensor
+
+
+def _nothing(config: Any) -> dict[str, tuple[int, ...] | str]:
+    del config
+    return {}
+
+
 def _unchanged(state: State, config: Any) -> State:
     del config
     return state
@@ -51,14 +61,16 @@ class Exchange:
         weights: every parameter, from our config.
         to_config: our config -> the body of config.json. Raises UserError for what theirs cannot compute.
         from_config: the body of config.json -> our config. Raises UserError for what ours cannot compute.
-        after_export: their state dict as named -> as they store it.
+        convert: a tensor by its name there, as it is here -> as they store it.
+        extras: what they store and we do not have: zeros of a shape, or a copy of what another name holds.
         before_import: their state dict as they store it -> with the names of `weights` and nothing else.
     """
 
     weights: Callable[[Any], list[Weight]]
     to_config: Callable[[Any, ExportOptions], dict[str, Any]]
     from_config: Callable[[Mapping[str, Any]], Any]
-    after_export: Callable[[State, Any], State] = _unchanged
+    convert: Callable[[str, Tensor, Any], Tensor] = _same_tensor
+    extras: Callable[[Any], Mapping[str, tuple[int, ...] | str]] = _nothing
     before_import: Callable[[State, Any], State] = _unchanged
 
 

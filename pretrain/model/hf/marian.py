@@ -112,9 +112,13 @@ def _from_config(body: Mapping[str, Any]) -> EncoderDecoderConfig:
     )
 
 
-def _after_export(state: State, config: EncoderDecoderConfig) -> State:
+def _convert(name: str, tensor: Tensor, config: EncoderDecoderConfig) -> Tensor:
     order = torch.cat((torch.arange(0, config.width, 2), torch.arange(1, config.width, 2)))
-    return _reordered(state, order) | {_BIAS: torch.zeros(1, config.vocabulary_size)}
+    return _reordered(name, tensor, order)
+
+
+def _extras(config: EncoderDecoderConfig) -> dict[str, tuple[int, ...] | str]:
+    return {_BIAS: (1, config.vocabulary_size)}
 
 
 def _before_import(state: State, config: EncoderDecoderConfig) -> State:
@@ -128,20 +132,17 @@ def _before_import(state: State, config: EncoderDecoderConfig) -> State:
         f"model.{side}.embed_{what}.weight" for side in ("encoder", "decoder") for what in ("tokens", "positions")
     ]
     kept = without(state, _BIAS, *tables, *([_HEAD] if config.tied_embeddings else []))
-    return _reordered(kept, torch.arange(config.width).view(2, -1).t().flatten())
+    order = torch.arange(config.width).view(2, -1).t().flatten()
+    return {name: _reordered(name, tensor, order) for name, tensor in kept.items()}
 
 
-def _reordered(state: State, order: Tensor) -> State:
+def _reordered(name: str, tensor: Tensor, order: Tensor) -> Tensor:
     """Channels of the residual stream in another order: columns of what reads it, rows of what writes it."""
-    out = {}
-    for name, tensor in state.items():
-        columns, rows = name.endswith(_FROM_STREAM), name.endswith(_TO_STREAM)
-        if columns and tensor.shape[-1] == len(order):  # a wrong shape is reported when all are compared
-            tensor = tensor[:, order]
-        elif rows and tensor.shape[0] == len(order):
-            tensor = tensor[order]
-        out[name] = tensor
-    return out
+    if name.endswith(_FROM_STREAM) and tensor.shape[-1] == len(order):  # wrong shapes are reported together
+        return tensor[:, order]
+    if name.endswith(_TO_STREAM) and tensor.shape[0] == len(order):
+        return tensor[order]
+    return tensor
 
 
-MARIAN = Exchange(_weights, _to_config, _from_config, _after_export, _before_import)
+MARIAN = Exchange(_weights, _to_config, _from_config, _convert, _extras, _before_import)

@@ -6,7 +6,7 @@ there, of its shape, and none is left over; a round trip gives equal tensors; no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,19 +61,11 @@ def dense(ours: str, theirs: str, rows: int, columns: int, *, transposed: bool =
     ]
 
 
-def to_hf_state(state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, Tensor]:
-    """Their state dict, contiguous tensors, dtype kept.
-
-    Raises:
-        UserError: a parameter of the config is missing, unknown or of another shape.
-    """
-    _check(state, {weight.ours: weight.shape for weight in weights}, "the weights")
-    out: dict[str, Tensor] = {}
-    for weight in weights:
-        pieces = state[weight.ours].split(weight.rows) if len(weight.rows) > 1 else (state[weight.ours],)
-        for name, piece in zip(weight.theirs, pieces, strict=True):
-            out[name] = (piece.t() if weight.transposed else piece).contiguous()
-    return out
+def pieces_of(ours: Tensor, weight: Weight) -> Iterator[tuple[str, Tensor]]:
+    """Theirs from one of ours, by their names: views, dtype kept."""
+    pieces = ours.split(weight.rows) if len(weight.rows) > 1 else (ours,)
+    for name, piece in zip(weight.theirs, pieces, strict=True):
+        yield name, piece.t() if weight.transposed else piece
 
 
 def from_hf_state(hf_state: Mapping[str, Tensor], weights: Sequence[Weight]) -> dict[str, Tensor]:
@@ -85,7 +77,7 @@ def from_hf_state(hf_state: Mapping[str, Tensor], weights: Sequence[Weight]) -> 
     expected = {
         name: shape for weight in weights for name, shape in zip(weight.theirs, weight.their_shapes(), strict=True)
     }
-    _check(hf_state, expected, "model.safetensors")
+    check_shapes({name: tuple(tensor.shape) for name, tensor in hf_state.items()}, expected, "model.safetensors")
     out: dict[str, Tensor] = {}
     for weight in weights:
         joined = torch.cat([hf_state[name] for name in weight.theirs]) if len(weight.theirs) > 1 else None
@@ -94,8 +86,8 @@ def from_hf_state(hf_state: Mapping[str, Tensor], weights: Sequence[Weight]) -> 
     return out
 
 
-def _check(state: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
-    found = {name: tuple(tensor.shape) for name, tensor in state.items()}
+def check_shapes(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raises UserError where the tensors are not those that are expected, naming the first three."""
     problems = [f"lacks {name}" for name in expected if name not in found]
     problems += [f"has unknown {name}" for name in found if name not in expected]
     problems += [

@@ -1,0 +1,40 @@
+"""What this machine computes fast, so that a benchmark ends within minutes on any.
+
+bf16 is measured where the processor has instructions for it. Elsewhere torch emulates it (20 times
+slower than fp32 here), so that both sides of a comparison run in fp32 and the baseline's name says so.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+
+def precision() -> Literal["bf16", "fp32"]:
+    """What both sides of a training benchmark compute in."""
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has("avx512_bf16", "amx_bf16") else "fp32"
+
+
+def dtype() -> torch.dtype:
+    return torch.bfloat16 if precision() == "bf16" else torch.float32
+
+
+def _has(*flags: str) -> bool:
+    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found is not None and bool(set(flags) & set(found[1].split()))
+
+
+def memory_kib(field: str) -> int:
+    """A memory figure of this process: VmRSS (resident now) or VmHWM (its peak)."""
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"/proc/self/status has no {field}. Memory is measured on Linux only.")
+    return int(found[1])
+
+
+def forget_peak() -> None:
+    """Lets VmHWM start anew at what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
