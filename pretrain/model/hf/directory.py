@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,7 +100,7 @@ def plan_export(
     entries: dict[str, Entry] = {}
     for weight in weights:
         for name, shape in zip(weight.theirs, weight.their_shapes(), strict=True):
-            entries[name] = Entry(name, shape, partial(_make, state, exchange, config, weight, name))
+            entries[name] = Entry(name, shape, partial(_make, state.__getitem__, exchange, config, weight, name))
     for name, what in exchange.extras(config).items():
         if isinstance(what, str):
             entries[name] = replace(entries[what], name=name)
@@ -109,8 +109,10 @@ def plan_export(
     return body, list(entries.values())
 
 
-def _make(state: Mapping[str, Tensor], exchange: Exchange, config: AnyModelConfig, weight: Weight, name: str) -> Tensor:
-    return exchange.convert(name, dict(pieces_of(state[weight.ours], weight))[name], config)
+def _make(
+    read: Callable[[str], Tensor], exchange: Exchange, config: AnyModelConfig, weight: Weight, name: str
+) -> Tensor:
+    return exchange.convert(name, dict(pieces_of(read(weight.ours), weight))[name], config)
 
 
 def import_model(directory: str | Path) -> tuple[AnyModelConfig, dict[str, Tensor]]:
