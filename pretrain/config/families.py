@@ -174,6 +174,46 @@ class T5Config(ModelConfig):
     norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-6)
 
 
+class GemmaConfig(ModelConfig):
+    """Decoder-only as Gemma 2 and 3: norms before and after each block, windows, caps or QK norm, gated GELU."""
+
+    layout: ClassVar[Layout] = "decoder"
+    family: Literal["gemma"] = "gemma"
+    num_layers: PositiveInt = setting("decoder layers", resume="refused")
+    num_kv_heads: PositiveInt | None = setting(
+        "G, key/value heads; must divide num_heads; none means num_heads", resume="refused", default=None
+    )
+    head_width: PositiveInt | None = setting(
+        "K, width of a head; none means width / num_heads", resume="refused", default=None
+    )
+    query_scale: PositiveReal | None = setting(
+        "scores are divided by the square root of this; none means head_width", resume="refused", default=None
+    )
+    qk_norm: Flag = setting("RMSNorm on queries and keys per head, as Gemma 3", resume="refused", default=False)
+    attention_softcap: PositiveReal | None = setting(
+        "scores become cap * tanh(score / cap): 50 in Gemma 2; none is no cap", resume="refused", default=None
+    )
+    logit_softcap: PositiveReal | None = setting(
+        "logits become cap * tanh(logit / cap): 30 in Gemma 2; none is no cap", resume="refused", default=None
+    )
+    window: PositiveInt = setting("tokens that a layer with a window sees, its own included", resume="refused")
+    full_every: PositiveInt = setting(
+        "every so manieth layer has no window: 2 in Gemma 2, 6 in Gemma 3", resume="refused", default=2
+    )
+    rope_theta: PositiveReal = setting(
+        "base of the rotary frequencies of layers without a window", resume="refused", default=10000.0
+    )
+    window_rope_theta: PositiveReal | None = setting(
+        "base of the rotary frequencies of layers with a window; none means rope_theta", resume="refused", default=None
+    )
+    rope_scaling: RopeScaling | None = setting(
+        "scaling of the rotary frequencies of layers without a window", resume="logged", default=None
+    )
+    norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-6)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+
+
 AnyModelConfig = Annotated[
-    DecoderConfig | EncoderDecoderConfig | EncoderConfig | GPT2Config | T5Config, Field(discriminator="family")
+    DecoderConfig | EncoderDecoderConfig | EncoderConfig | GPT2Config | T5Config | GemmaConfig,
+    Field(discriminator="family"),
 ]

@@ -140,7 +140,7 @@ def _model_rules(model: AnyModelConfig) -> list[str]:
             f"model.width={model.width} is not a multiple of model.num_heads={model.num_heads}. "
             "Heads share the width equally. Change one of them."
         )
-    elif model.family == "decoder" and (head_width or model.width // model.num_heads) % 2:
+    elif model.family in ("decoder", "gemma") and (head_width or model.width // model.num_heads) % 2:
         problems.append(
             f"a head of width {head_width or model.width // model.num_heads} is odd. "
             "Rotary positions turn pairs of dimensions. Set an even model.head_width."

@@ -16,6 +16,7 @@ from pretrain.config.families import AnyModelConfig as AnyModelConfig
 from pretrain.config.families import DecoderConfig as DecoderConfig
 from pretrain.config.families import EncoderConfig as EncoderConfig
 from pretrain.config.families import EncoderDecoderConfig as EncoderDecoderConfig
+from pretrain.config.families import GemmaConfig as GemmaConfig
 from pretrain.config.families import GPT2Config as GPT2Config
 from pretrain.config.families import Layout as Layout
 from pretrain.config.families import LinearRope as LinearRope

@@ -19,6 +19,7 @@ from pretrain.config.schema import (
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
+    GemmaConfig,
     GPT2Config,
     T5Config,
 )
@@ -47,6 +48,8 @@ def parameter_counts(model: AnyModelConfig) -> ParameterCounts:
         inside = _encoder_parameters(model)
     elif isinstance(model, GPT2Config):
         inside = _gpt2_parameters(model)
+    elif isinstance(model, GemmaConfig):
+        inside = _gemma_parameters(model)
     elif isinstance(model, T5Config):
         inside = _t5_parameters(model)
     else:
@@ -62,6 +65,8 @@ def training_flops_per_row(model: AnyModelConfig, batch: BatchConfig) -> int:
         return 3 * _encoder_forward(model, batch.sequence_length)
     if isinstance(model, GPT2Config):
         return 3 * _gpt2_forward(model, batch.sequence_length)
+    if isinstance(model, GemmaConfig):
+        return 3 * _gemma_forward(model, batch.sequence_length)
     return 3 * _encoder_decoder_forward(model, batch.source_length or batch.sequence_length, batch.sequence_length)
 
 
@@ -76,7 +81,7 @@ def _decoder_parameters(model: DecoderConfig) -> int:
     return model.num_layers * layer + model.width
 
 
-def _decoder_matrices(model: DecoderConfig) -> int:
+def _decoder_matrices(model: DecoderConfig | GemmaConfig) -> int:
     head_width = model.head_width or model.width // model.num_heads
     heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)
     return model.width * (heads * head_width + 3 * model.feed_forward_width)
@@ -87,6 +92,21 @@ def _decoder_forward(model: DecoderConfig, length: int) -> int:
     matrices = model.num_layers * _decoder_matrices(model) + model.vocabulary_size * model.width
     attention = model.num_layers * 2 * model.num_heads * head_width * length * length
     return 2 * matrices * length + attention
+
+
+def _gemma_parameters(model: GemmaConfig) -> int:
+    head_width = model.head_width or model.width // model.num_heads
+    layer = _decoder_matrices(model) + 4 * model.width + (2 * head_width if model.qk_norm else 0)
+    return model.num_layers * layer + model.width
+
+
+def _gemma_forward(model: GemmaConfig, length: int) -> int:
+    matrices = model.num_layers * _decoder_matrices(model) + model.vocabulary_size * model.width
+    heads = model.num_heads * (model.head_width or model.width // model.num_heads)
+    full = model.num_layers // model.full_every
+    span = min(model.window, length)
+    in_windows = (model.num_layers - full) * (length * span - span * span // 2)  # pairs of a window and its ramp
+    return 2 * matrices * length + 4 * heads * (full * length * length // 2 + in_windows)
 
 
 def _biased_attention(width: int) -> int:

@@ -45,16 +45,24 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) in fp32, cast back, times a weight (the order of Llama)."""
+    """x / rms(x) in fp32, cast back, times a weight (the order of Llama).
 
-    def __init__(self, width: int, eps: float) -> None:
+    Args:
+        around_one: the factor is 1 + weight, the weight starts at 0 and the product is fp32 (Gemma).
+    """
+
+    def __init__(self, width: int, eps: float, *, around_one: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
-        self.initial: dict[str, Initial] = {"weight": Constant(1.0)}
+        self.around_one = around_one
+        self.initial: dict[str, Initial] = {"weight": Constant(0.0 if around_one else 1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNormFunction.apply(x, self.weight, self.eps)
+        if not self.around_one:
+            return _RMSNormFunction.apply(x, self.weight, self.eps)
+        factor = 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        return _RMSNormFunction.apply(x, factor, self.eps)
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -66,7 +74,10 @@ class _RMSNormFunction(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse_rms = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse_rms)
-        return (wide * inverse_rms).to(x.dtype).mul_(weight)
+        unit = wide * inverse_rms
+        if weight.dtype == x.dtype:
+            return unit.to(x.dtype).mul_(weight)
+        return unit.mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -157,7 +168,7 @@ class FeedForward(nn.Module):
 
 
 class GatedGelu(nn.Module):
-    """down(gelu(gate(x)) * up(x)) with the tanh form of GELU, as T5 v1.1; gate and up are one matrix, gate first."""
+    """down(gelu(gate(x)) * up(x)), GELU in its tanh form (T5 v1.1, Gemma); gate and up are one matrix, gate first."""
 
     def __init__(self, width: int, feed_forward_width: int, inner: Initial, outer: Initial) -> None:
         super().__init__()

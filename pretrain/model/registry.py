@@ -14,6 +14,7 @@ from pretrain.config.schema import AnyModelConfig, LossConfig
 from pretrain.model.bert import Bert
 from pretrain.model.decoder import Decoder
 from pretrain.model.encoder_decoder import EncoderDecoder
+from pretrain.model.gemma import Gemma
 from pretrain.model.gpt2 import GPT2
 from pretrain.model.init import initialise
 from pretrain.model.t5 import T5
@@ -24,6 +25,7 @@ _FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "encoder": Bert,
     "gpt2": GPT2,
     "t5": T5,
+    "gemma": Gemma,
 }
 
 

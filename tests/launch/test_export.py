@@ -22,7 +22,7 @@ def test_transformers_loads_what_was_trained(
     tiny = build_tiny(tmp_path)
     add_pairs(tiny, [(f"the cat sees {number}", f"a dog finds {number}") for number in range(60)])
     short = ("schedule.total_steps=2", "schedule.warmup_steps=1")
-    runs = [tiny.decoder("name=small", *short), tiny.encoder_decoder("name=pairs", *short)]
+    runs = [tiny.decoder("name=small", *short), tiny.encoder_decoder("name=translator", *short)]
     run_ranks(trainings, ranks=1, arguments={"runs": runs, "home": str(tmp_path)}, timeout_s=120)
     monkeypatch.setenv("PRETRAIN_HOME", str(tmp_path))
     out = tmp_path / "hf"
@@ -38,7 +38,7 @@ def test_transformers_loads_what_was_trained(
     assert model.config.eos_token_id == tokenizer.eos_token_id == 0
     assert not (run.store.names(f"checkpoints/{name}/readers"))
 
-    assert cli.main(["checkpoint", "export", "pairs", "--out", str(tmp_path / "pairs-hf")]) == 0
+    assert cli.main(["checkpoint", "export", "translator", "--out", str(tmp_path / "pairs-hf")]) == 0
     pairs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "pairs-hf")
     assert type(pairs).__name__ == "MarianMTModel"
     assert pairs.config.decoder_start_token_id == 0

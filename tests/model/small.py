@@ -12,6 +12,7 @@ from pretrain.config.schema import (
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
+    GemmaConfig,
     GPT2Config,
     T5Config,
 )
@@ -64,6 +65,23 @@ def t5_v1_0_config(**changes: Any) -> T5Config:
     return t5_config(**({"feed_forward": "relu"} | changes))
 
 
+def gemma_config(**changes: Any) -> GemmaConfig:
+    """As Gemma 2: caps, a window in every second layer."""
+    values: dict[str, Any] = {
+        "vocabulary_size": VOCABULARY, "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_width": 10,
+        "feed_forward_width": 48, "num_layers": 2, "window": 5, "attention_softcap": 2.0, "logit_softcap": 3.0,
+    }  # fmt: skip
+    return GemmaConfig(**(values | changes))
+
+
+def gemma_3_config(**changes: Any) -> GemmaConfig:
+    values: dict[str, Any] = {
+        "attention_softcap": None, "logit_softcap": None, "qk_norm": True, "full_every": 3, "num_layers": 3,
+        "rope_theta": 1e6, "window_rope_theta": 1e4,
+    }  # fmt: skip
+    return gemma_config(**(values | changes))
+
+
 FAMILIES: dict[str, Callable[..., AnyModelConfig]] = {
     "decoder": decoder_config,
     "encoder_decoder": encoder_decoder_config,
@@ -71,6 +89,8 @@ FAMILIES: dict[str, Callable[..., AnyModelConfig]] = {
     "gpt2": gpt2_config,
     "t5": t5_config,
     "t5_v1_0": t5_v1_0_config,
+    "gemma": gemma_config,
+    "gemma_3": gemma_3_config,
 }
 """A small config of each family; the conformance tests run over all of them."""
 

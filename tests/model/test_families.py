@@ -30,6 +30,8 @@ def gradients(model: nn.Module, *batches: Batch) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("attention", ["auto", "qblock", "sdpa", "reference"])
 def test_packed_gradients_equal_those_of_the_documents_alone(family: str, attention: str) -> None:
     config = FAMILIES[family](attention=attention)
+    if attention == "sdpa" and getattr(config, "attention_softcap", None):
+        pytest.skip("no SDPA kernel caps scores, and a named backend is never replaced")
     model, batch = build(config), batch_for(config)
     packed, alone = gradients(model, batch), gradients(model, *documents_of(batch))
     for name, gradient in packed.items():

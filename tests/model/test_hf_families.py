@@ -1,4 +1,4 @@
-"""GPT-2, T5 and the 2017 Transformer against transformers' GPT-2, T5 and Marian, both ways."""
+"""GPT-2, T5, Gemma and the 2017 Transformer against transformers' GPT-2, T5, Gemma 2 and 3 and Marian, both ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from pretrain.model.hf.directory import export_model, import_model
 from pretrain.model.hf.family import ExportOptions
 from pretrain.model.registry import build_model
 from pretrain.sequence import Batch
-from tests.model.small import encoder_decoder_config, gpt2_config, lm_batch, pair_batch, t5_config, t5_v1_0_config
+from tests.model.small import (
+    encoder_decoder_config,
+    gemma_3_config,
+    gemma_config,
+    gpt2_config,
+    lm_batch,
+    pair_batch,
+    t5_config,
+    t5_v1_0_config,
+)
 
 CASES: dict[str, tuple[AnyModelConfig, str]] = {
     "gpt2": (gpt2_config(dropout=0.1, init_std=0.2), "GPT2LMHeadModel"),
@@ -26,6 +35,8 @@ CASES: dict[str, tuple[AnyModelConfig, str]] = {
     "t5-v1.0": (t5_v1_0_config(dropout=0.1), "T5ForConditionalGeneration"),
     "t5-v1.1": (t5_config(tied_embeddings=False), "T5ForConditionalGeneration"),
     "marian": (encoder_decoder_config(norm_eps=1e-5, dropout=0.1), "MarianMTModel"),
+    "gemma-2": (gemma_config(init_std=0.2, query_scale=7.0), "Gemma2ForCausalLM"),
+    "gemma-3": (gemma_3_config(init_std=0.2), "Gemma3ForCausalLM"),
 }
 THEIRS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
@@ -42,6 +53,18 @@ THEIRS: dict[str, Callable[[], Any]] = {
             init_std=0.2, pad_token_id=1, eos_token_id=0, decoder_start_token_id=2, forced_eos_token_id=0,
         )
     ),
+    "gemma-2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(
+            sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **_GEMMA, num_hidden_layers=4
+        )
+    ),
+    "gemma-3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(sliding_window=5, sliding_window_pattern=3, **_GEMMA, num_hidden_layers=7)
+    ),
+}  # fmt: skip
+_GEMMA = {
+    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 10, "query_pre_attn_scalar": 16, "initializer_range": 0.2, "attn_implementation": "eager",
 }  # fmt: skip
 
 
@@ -79,7 +102,9 @@ def test_an_exported_model_gives_the_same_logits_and_gradients_in_transformers(t
     model, batch = build(config), batch_of(config)
     export_model(dict(model.named_parameters()), config, tmp_path / "hf", ExportOptions(32, pad_id=1, eos_id=0))
     auto = transformers.AutoModelForCausalLM if batch.encoder_ids is None else transformers.AutoModelForSeq2SeqLM
-    theirs = auto.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    theirs = auto.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32, attn_implementation="eager" if "gemma" in case else None
+    ).eval()
     assert type(theirs).__name__ == class_name
     logits = their_output(theirs, batch).logits[0]
     ours = model.logits(batch)
@@ -92,6 +117,7 @@ def test_an_exported_model_gives_the_same_logits_and_gradients_in_transformers(t
     right = theirs.get_input_embeddings().weight.grad
     if case == "marian":  # their channels are ours in another order
         right = right.unflatten(1, (2, -1)).transpose(1, 2).flatten(1)
+    if case in ("marian", "gemma-2", "gemma-3"):
         found[1] = right[1] = 0  # they give the padding id no gradient from the lookup
     torch.testing.assert_close(found, right, atol=1e-4 * right.abs().max().item(), rtol=1e-3)
 

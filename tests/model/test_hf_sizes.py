@@ -41,6 +41,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
         {**_T5, "d_model": 4096, "d_kv": 64, "num_heads": 64, "d_ff": 10240, "feed_forward_proj": "gated-gelu",
          "tie_word_embeddings": False}, 11.14e9,
     ),
+    "Gemma 2 9B": (
+        "Gemma2ForCausalLM",
+        {"vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42,
+         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256}, 9.24e9,
+    ),
     "BERT large": (
         "BertForMaskedLM",
         {"vocab_size": 30522, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,

@@ -113,6 +113,8 @@ def explain_attention(model: AnyModelConfig, device: torch.device, precision: Li
         device=device.type,
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         head_width=head_width,
+        window=getattr(model, "window", None) is not None,
+        softcap=getattr(model, "attention_softcap", None) is not None,
         bias=getattr(model, "num_buckets", None) is not None,
     )
     return choose_backend(model.attention, need)

@@ -24,6 +24,7 @@ from pretrain.config.schema import AnyModelConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.bert import BERT
 from pretrain.model.hf.family import Exchange, ExportOptions
+from pretrain.model.hf.gemma import GEMMA
 from pretrain.model.hf.gpt2 import GPT2
 from pretrain.model.hf.llama import LLAMA
 from pretrain.model.hf.marian import MARIAN
@@ -37,6 +38,7 @@ _BY_FAMILY: dict[str, Exchange] = {
     "gpt2": GPT2,
     "t5": T5,
     "encoder_decoder": MARIAN,
+    "gemma": GEMMA,
 }
 _BY_MODEL_TYPE: dict[str, Exchange] = {
     "llama": LLAMA,
@@ -45,6 +47,8 @@ _BY_MODEL_TYPE: dict[str, Exchange] = {
     "gpt2": GPT2,
     "t5": T5,
     "marian": MARIAN,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
 }
 
 

@@ -1,0 +1,50 @@
+"""What every decoder-only model does around its layers: loss, logits, decoding with a cache.
+
+A family gives `embedding … head` and `_hidden`, from ids and a layout to what the head reads.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from pretrain.loss.sums import LossSums
+from pretrain.model.cache import Cache
+from pretrain.sequence import Batch, SeqInfo
+
+
+class CausalModel(nn.Module):
+    """Base of the decoder-only families; they have a `head`."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.num_layers = num_layers
+
+    def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
+        """The normed output of the last layer, [T, D]; `key` is the dropout key."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch) -> LossSums:
+        """Sums of the loss over the batch's labels."""
+        return self.head(self.hidden(batch), batch.labels)
+
+    def hidden(self, batch: Batch) -> Float[Tensor, "T D"]:
+        """What the head reads: the normed output of the last layer."""
+        return self._hidden(batch.decoder_ids, batch.decoder_info, batch.dropout_key)
+
+    def logits(self, batch: Batch) -> Float[Tensor, "T V"]:
+        """Logits of every position, at least fp32."""
+        return self.head(self.hidden(batch))
+
+    def new_cache(self, capacity: int) -> Cache:
+        """An empty cache for one sequence of at most `capacity` tokens."""
+        return Cache.empty(self.num_layers, capacity)
+
+    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]:
+        """Appends the ids to the cached sequence; logits of what follows the last one.
+
+        Raises:
+            ValueError: the cache is full.
+        """
+        info = cache.next_info(ids_T.shape[0], ids_T.device)
+        return self.head(self._hidden(ids_T, info, 0, cache)[-1:])[0]
