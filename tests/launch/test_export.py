@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from launch import cli
 from pretrain.checkpoint import list_checkpoints, read_weights
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.rundir import RunDirectory
 from tests.ranks import run_ranks
 from tests.tiny import add_pairs, build_tiny
@@ -41,7 +42,7 @@ def test_transformers_loads_what_was_trained(
     assert cli.main(["checkpoint", "export", "translator", "--out", str(tmp_path / "pairs-hf")]) == 0
     pairs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "pairs-hf")
     assert type(pairs).__name__ == "MarianMTModel"
-    assert pairs.config.decoder_start_token_id == 0
+    assert pairs.config.decoder_start_token_id == Tokenizer.load(str(tiny.tokenizer)).start_id == 2
     assert len(AutoTokenizer.from_pretrained(tmp_path / "pairs-hf")) <= pairs.config.vocab_size
 
     half = ["checkpoint", "export", "small", "--checkpoint", name, "--dtype", "bfloat16", "--out", str(tmp_path / "b")]
