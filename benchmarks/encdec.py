@@ -189,7 +189,7 @@ def their_step(size: Size, kind: str, batches: list[list[Pair]]) -> Callable[[],
 
 def measure(*, quick: bool, command: str) -> list[Result]:
     """Ratio of real tokens/s, and how full our rows are beside their padded batches."""
-    repetitions, microsteps, kind = (2, 1, precision()) if quick else (5, 2, precision())
+    repetitions, microsteps, kind = 2 if quick else 5, 1, precision()
     size = Size(num_layers=2) if quick else Size()
     pairs = make_pairs(2 * PAIRS_PER_BATCH * POOL_BATCHES, size.vocabulary_size)
     ours, theirs = packed_batches(pairs), grouped_batches(pairs)

@@ -91,6 +91,26 @@ class Llama3Rope(Section):
 RopeScaling = Annotated[LinearRope | NtkRope | YarnRope | Llama3Rope, Field(discriminator="kind")]
 
 
+class MuPConfig(Section):
+    """Maximal update parametrisation: what was tuned at a small width holds at this one (for AdamW).
+
+    With m = width / base_width, matrices between the layers start with a variance of 1/m and learn at 1/m of
+    the rate, logits are divided by m, and scores fall with the head's width instead of its root.
+    """
+
+    base_width: PositiveInt = setting("width that init_std and the learning rate were tuned at", resume="refused")
+    base_head_width: PositiveInt | None = setting(
+        "head width that they were tuned at; none means this model's", resume="refused", default=None
+    )
+
+
+DepthScaling = Literal["initial", "branch", "none"]
+_DEPTH_SCALING = (
+    "of what is added to the residual stream: initial divides its initial weights by sqrt(2 layers) (GPT-2), branch "
+    "divides its output by sqrt(2 layers) for good, none does neither"
+)
+
+
 class DecoderConfig(ModelConfig):
     """Decoder-only: pre-norm RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
@@ -104,12 +124,24 @@ class DecoderConfig(ModelConfig):
         "K, width of a head; none means width / num_heads", resume="refused", default=None
     )
     qk_norm: Flag = setting("RMSNorm on queries and keys per head, before RoPE", resume="refused", default=False)
+    positions: Literal["rope", "alibi", "learned"] = setting(
+        "rotary angles, a fixed bias by distance (ALiBi), or a learned vector per place",
+        resume="refused",
+        default="rope",
+    )
+    max_length: PositiveInt | None = setting(
+        "learned positions: the longest document, at least batch.sequence_length; none with other positions",
+        resume="refused",
+        default=None,
+    )
     rope_theta: PositiveReal = setting("base of the rotary frequencies", resume="refused", default=10000.0)
     rope_scaling: RopeScaling | None = setting(
         "scaling of the rotary frequencies for longer sequences; none keeps them", resume="logged", default=None
     )
     norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-5)
     init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+    depth_scaling: DepthScaling = setting(_DEPTH_SCALING, resume="refused", default="initial")
+    mup: MuPConfig | None = setting("muP; none is the standard parametrisation", resume="refused", default=None)
 
 
 class EncoderDecoderConfig(ModelConfig):
@@ -150,6 +182,8 @@ class GPT2Config(ModelConfig):
     )
     norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-5)
     init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+    depth_scaling: DepthScaling = setting(_DEPTH_SCALING, resume="refused", default="initial")
+    mup: MuPConfig | None = setting("muP; none is the standard parametrisation", resume="refused", default=None)
 
 
 class T5Config(ModelConfig):

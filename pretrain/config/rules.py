@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         EvalConfig,
         HealthConfig,
         ObjectiveConfig,
+        OptimizerConfig,
         ScheduleConfig,
     )
 
@@ -166,6 +167,22 @@ def _model_rules(model: AnyModelConfig) -> list[str]:
     return problems
 
 
+def _learned_position_rules(model: AnyModelConfig) -> list[str]:
+    if model.family != "decoder":
+        return []
+    if (model.positions == "learned") != (model.max_length is not None):
+        return [
+            f"model.max_length={model.max_length} does not fit model.positions={model.positions}. Learned positions "
+            "need to know how many, others have no limit. Set model.max_length for learned, and only for them."
+        ]
+    if model.positions != "rope" and model.rope_scaling is not None:
+        return [
+            f"model.rope_scaling has no effect with model.positions={model.positions}. It scales rotary frequencies. "
+            "Remove it."
+        ]
+    return []
+
+
 def _rope_rules(model: AnyModelConfig) -> list[str]:
     scaling = getattr(model, "rope_scaling", None)
     if scaling is None:
@@ -187,6 +204,15 @@ def _rope_rules(model: AnyModelConfig) -> list[str]:
             "It moves the base between the highest and the lowest frequency. Set kind=linear."
         )
     return problems
+
+
+def _mup_rules(model: AnyModelConfig, optimizer: OptimizerConfig) -> list[str]:
+    if getattr(model, "mup", None) is None or optimizer.kind == "adamw":
+        return []
+    return [
+        f"model.mup with optimizer.kind={optimizer.kind}. Its learning rates by layer are those of AdamW. "
+        "Set optimizer.kind=adamw or remove model.mup."
+    ]
 
 
 def _schedule_rules(schedule: ScheduleConfig) -> list[str]:
@@ -258,6 +284,8 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("eval", "data"), _eval_rules),
     (("model",), _model_rules),
     (("model",), _rope_rules),
+    (("model",), _learned_position_rules),
+    (("model", "optimizer"), _mup_rules),
     (("schedule",), _schedule_rules),
     (("health",), _health_rules),
     (("checkpoint", "eval", "data"), _checkpoint_rules),

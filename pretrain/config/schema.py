@@ -22,6 +22,7 @@ from pretrain.config.families import Layout as Layout
 from pretrain.config.families import LinearRope as LinearRope
 from pretrain.config.families import Llama3Rope as Llama3Rope
 from pretrain.config.families import ModelConfig as ModelConfig
+from pretrain.config.families import MuPConfig as MuPConfig
 from pretrain.config.families import NtkRope as NtkRope
 from pretrain.config.families import RopeScaling as RopeScaling
 from pretrain.config.families import T5Config as T5Config

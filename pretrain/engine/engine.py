@@ -75,6 +75,7 @@ class Engine:
         optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
         self._spec = probe_optimizer(optimizer)
         self._group_names = [str(group["name"]) for group in optimizer.param_groups]
+        self._rate_scales = [float(group["learning_rate_scale"]) for group in optimizer.param_groups]
         initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         settings = deepspeed_config(config.engine, config.batch, config.optimizer, world.size)
         with collective("deepspeed initialize"), silenced():
@@ -136,8 +137,8 @@ class Engine:
             raise RuntimeError(f"step after {self._microstep} of {self.accumulation_steps} micro-batches")
         self._microstep = 0
         engine = self.deepspeed_engine
-        for group in engine.basic_optimizer.param_groups:
-            group["lr"] = learning_rate
+        for group, scale in zip(engine.basic_optimizer.param_groups, self._rate_scales, strict=True):
+            group["lr"] = learning_rate * scale
         with collective("optimizer step"):
             if self._clips_itself:
                 return self._step_replicated_fp32()

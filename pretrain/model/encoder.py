@@ -25,12 +25,19 @@ from pretrain.sequence import SeqInfo
 
 
 class SelfAttention(nn.Module):
-    """Attention inside a document; queries, keys and values come from one matrix, in this order."""
+    """Attention inside a document; queries, keys and values come from one matrix, in this order.
 
-    def __init__(self, config: ModelConfig, inner: Initial, outer: Initial, *, causal: bool) -> None:
+    Args:
+        scale: factor of the scores; none means the head's width to the power -1/2.
+    """
+
+    def __init__(
+        self, config: ModelConfig, inner: Initial, outer: Initial, *, causal: bool, scale: float | None = None
+    ) -> None:
         super().__init__()
         width = config.width
         self.head_width = width // config.num_heads
+        self.scale = scale or 1.0 / math.sqrt(self.head_width)
         self.causal = causal
         self.backend = config.attention
         self.qkv = Linear(width, 3 * width, inner, bias=True)
@@ -44,8 +51,8 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k_THK, v_THK, k_info = cache.append(k_THK, v_THK)
         out_THK = attend(
-            q_THK, k_THK, v_THK, q_info=info, k_info=k_info, causal=self.causal,
-            scale=1.0 / math.sqrt(self.head_width), backend=self.backend,
+            q_THK, k_THK, v_THK, q_info=info, k_info=k_info, causal=self.causal, scale=self.scale,
+            backend=self.backend,
         )  # fmt: skip
         return self.output(out_THK.flatten(1))
 

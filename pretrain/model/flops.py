@@ -78,7 +78,7 @@ def training_flops_per_step(model: AnyModelConfig, batch: BatchConfig) -> int:
 def _decoder_parameters(model: DecoderConfig) -> int:
     head_width = model.head_width or model.width // model.num_heads
     layer = _decoder_matrices(model) + 2 * model.width + (2 * head_width if model.qk_norm else 0)
-    return model.num_layers * layer + model.width
+    return model.num_layers * layer + model.width + (model.max_length or 0) * model.width
 
 
 def _decoder_matrices(model: DecoderConfig | GemmaConfig) -> int:

@@ -9,7 +9,6 @@ residual stream / sqrt(2 layers).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 from jaxtyping import Float, Int
@@ -23,20 +22,21 @@ from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
 from pretrain.model.encoder import SelfAttention
 from pretrain.model.head import Head
-from pretrain.model.init import Normal
 from pretrain.model.layers import Embedding, FeedForward, LayerNorm
 from pretrain.model.positions import LearnedPositions
+from pretrain.model.scaling import Scaling, scaled
 from pretrain.sequence import Batch, SeqInfo
 
 
 class GPT2Layer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPT2Config, sites: Iterator[int]) -> None:
+    def __init__(self, config: GPT2Config, scaling: Scaling, sites: Iterator[int]) -> None:
         super().__init__()
-        inner, outer = Normal(config.init_std), Normal(config.init_std / math.sqrt(2 * config.num_layers))
+        inner, outer, self.branch = scaling.inner, scaling.outer, scaling.branch
         self.attention_norm = LayerNorm(config.width, config.norm_eps)
-        self.attention = SelfAttention(config, inner, outer, causal=True)
+        head_width = config.width // config.num_heads
+        self.attention = SelfAttention(config, inner, outer, causal=True, scale=scaling.of_scores(head_width))
         self.attention_dropout = Dropout(config.dropout, next(sites))
         self.mlp_norm = LayerNorm(config.width, config.norm_eps)
         self.mlp = FeedForward(config.width, config.feed_forward_width, inner, outer, activation="gelu_tanh")
@@ -45,8 +45,9 @@ class GPT2Layer(nn.Module):
     def forward(
         self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int, cache: LayerCache | None = None
     ) -> Float[Tensor, "T D"]:
-        x_TD = x_TD + self.attention_dropout(self.attention(self.attention_norm(x_TD), info, cache), key)
-        return x_TD + self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key)
+        attended_TD = self.attention_dropout(self.attention(self.attention_norm(x_TD), info, cache), key)
+        x_TD = x_TD + scaled(attended_TD, self.branch)
+        return x_TD + scaled(self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key), self.branch)
 
 
 class GPT2(nn.Module):
@@ -56,15 +57,17 @@ class GPT2(nn.Module):
         super().__init__()
         self.config = config
         sites = itertools.count()
-        initial = Normal(config.init_std)
+        scaling = Scaling.of(config)
         self.embedding = Embedding(config.vocabulary_size, config.width, config.init_std)
-        self.positions = LearnedPositions(config.max_length, config.width, initial)
+        self.positions = LearnedPositions(config.max_length, config.width, scaling.table)
         self.embedding_dropout = Dropout(config.dropout, next(sites))
         self.layers = LayerStack(
-            (GPT2Layer(config, sites) for _ in range(config.num_layers)), checkpointed=activation_checkpointing
+            (GPT2Layer(config, scaling, sites) for _ in range(config.num_layers)), checkpointed=activation_checkpointing
         )
+        scaling.slow_down(self.layers)
         self.norm = LayerNorm(config.width, config.norm_eps)
-        self.head = Head(self.embedding, initial, loss, tied=config.tied_embeddings)
+        self.head = Head(self.embedding, scaling.table, loss, tied=config.tied_embeddings)
+        self.output_scale = scaling.output
 
     def forward(self, batch: Batch) -> LossSums:
         """Sums of the loss over the batch's labels."""
@@ -103,4 +106,4 @@ class GPT2(nn.Module):
     def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
         x_TD = self.embedding_dropout(self.embedding(ids_T) + self.positions(info.positions), key)
         caches = [None] * len(self.layers) if cache is None else cache.layers
-        return self.norm(self.layers(x_TD, info, key, per_layer=caches))
+        return scaled(self.norm(self.layers(x_TD, info, key, per_layer=caches)), self.output_scale)

@@ -20,7 +20,13 @@ from pretrain.model.init import Constant, Initial, Normal
 
 
 class Linear(nn.Module):
-    """x W^T + b with the rule of its initial weights stated where it is built."""
+    """x W^T + b with the rule of its initial weights stated where it is built.
+
+    Attributes:
+        learning_rate_scale: share of the learning rate that its matrix gets.
+    """
+
+    learning_rate_scale: float = 1.0
 
     def __init__(self, width_in: int, width_out: int, initial: Initial, *, bias: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Which parameters decay: matrices and embeddings do, norms and biases do not.
+"""Which parameters decay, and which learn slower: matrices and embeddings decay, norms and biases do not.
 
-Takes a model -> the optimizer's parameter groups, named. Invariants: every trainable parameter is in
-exactly one group (a tied one once), in the model's own order, so that groups are the same on all ranks.
+Takes a model -> the optimizer's parameter groups, named. A module may have a `learning_rate_scale` for its
+matrices (muP). Invariants: every trainable parameter is in exactly one group (a tied one once), in the
+model's own order, so that groups are the same on all ranks.
 Source: Loshchilov and Hutter 2019 (decoupled decay); the split as in GPT-2 and Llama code.
 """
 
@@ -13,15 +14,31 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups `decay` and `no_decay`; a group without parameters is left out.
+    """Groups `decay`, `decay_x0.25` (matrices that learn at a quarter of the rate) and so on, `no_decay`.
+
+    Each has `learning_rate_scale`, by which the step's rate is multiplied. Those without parameters are left out.
 
     Args:
         model: before it is sharded (a sharded parameter has lost its shape).
         weight_decay: of the matrices.
     """
+    scales = {
+        id(parameter): float(getattr(module, "learning_rate_scale", 1.0))
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim >= 2
+    }
     trainable = [parameter for _, parameter in model.named_parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
     groups = [
-        {"name": "decay", "params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
-        {"name": "no_decay", "params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {
+            "name": "decay" if scale == 1.0 else f"decay_x{scale:g}",
+            "params": [parameter for parameter in matrices if scales[id(parameter)] == scale],
+            "weight_decay": weight_decay,
+            "learning_rate_scale": scale,
+        }
+        for scale in sorted({1.0, *scales.values()}, reverse=True)
     ]
+    others = [parameter for parameter in trainable if parameter.ndim < 2]
+    groups.append({"name": "no_decay", "params": others, "weight_decay": 0.0, "learning_rate_scale": 1.0})
     return [group for group in groups if group["params"]]

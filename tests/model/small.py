@@ -89,6 +89,8 @@ FAMILIES: dict[str, Callable[..., AnyModelConfig]] = {
     "gpt2": gpt2_config,
     "t5": t5_config,
     "t5_v1_0": t5_v1_0_config,
+    "decoder_alibi": lambda **changes: decoder_config(**({"positions": "alibi"} | changes)),
+    "decoder_learned": lambda **changes: decoder_config(**({"positions": "learned", "max_length": 64} | changes)),
     "gemma": gemma_config,
     "gemma_3": gemma_3_config,
 }

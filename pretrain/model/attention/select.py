@@ -115,6 +115,6 @@ def explain_attention(model: AnyModelConfig, device: torch.device, precision: Li
         head_width=head_width,
         window=getattr(model, "window", None) is not None,
         softcap=getattr(model, "attention_softcap", None) is not None,
-        bias=getattr(model, "num_buckets", None) is not None,
+        bias=getattr(model, "num_buckets", None) is not None or getattr(model, "positions", "") == "alibi",
     )
     return choose_backend(model.attention, need)

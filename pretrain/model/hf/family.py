@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.config.schema import DecoderConfig, GPT2Config
 from pretrain.errors import UserError
 from pretrain.model.hf.weights import Weight
 
@@ -86,6 +87,16 @@ def refuse(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], fami
                 f"{name}={body[name]} cannot be imported. model.family={family} has no such part. "
                 f"Only {' or '.join(map(str, values))} can be."
             )
+
+
+def refuse_scaled(config: DecoderConfig | GPT2Config) -> None:
+    """Raises UserError for scalings of the computation that no config.json can say."""
+    if config.mup is not None or config.depth_scaling == "branch":
+        what = f"model.depth_scaling={config.depth_scaling}" if config.mup is None else "a model with model.mup"
+        raise UserError(
+            f"{what} cannot be exported. It scales logits, scores or branches, which transformers cannot be told. "
+            "Train with the standard parametrisation to export the model."
+        )
 
 
 def require(body: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.config.schema import GPT2Config
-from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, without
+from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, refuse_scaled, without
 from pretrain.model.hf.weights import Weight, dense, layer_norm
 
 _HEAD = "lm_head.weight"
@@ -38,6 +38,7 @@ def _weights(config: GPT2Config) -> list[Weight]:
 
 
 def _to_config(config: GPT2Config, options: ExportOptions) -> dict[str, Any]:
+    refuse_scaled(config)
     return (
         {"bos_token_id": options.eos_id, "eos_token_id": options.eos_id}
         | options.common()

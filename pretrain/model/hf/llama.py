@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.config.schema import DecoderConfig
-from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
+from pretrain.errors import UserError
+from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, refuse_scaled, require, without
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
@@ -18,6 +19,12 @@ _HEAD = "lm_head.weight"
 
 
 def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
+    if config.positions != "rope":
+        raise UserError(
+            f"model.positions={config.positions} cannot be exported. Llama and Qwen3 have rotary positions. "
+            "Train with model.positions=rope to export the model."
+        )
+    refuse_scaled(config)
     family = "qwen3" if config.qk_norm else "llama"
     rope = to_hf_rope(config.rope_theta, config.rope_scaling, _head_width(config))
     return options.common() | {
