@@ -29,6 +29,11 @@ _FAMILIES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+def family_names() -> list[str]:
+    """Every family that can be built."""
+    return list(_FAMILIES)
+
+
 def build_model(
     model: AnyModelConfig, loss: LossConfig, *, seed: int, activation_checkpointing: bool = False, initial: bool = True
 ) -> nn.Module:

@@ -138,3 +138,34 @@ def test_another_chunk_rounds_otherwise_so_a_resume_with_one_is_logged() -> None
         gradients.append(weight.grad)
     assert not torch.equal(*gradients)
     assert LossConfig.model_fields["chunk_rows"].json_schema_extra == {"resume": "logged"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(3, 5), (17, 1000), (64, 32768)])
+def test_log_softmax_over_its_own_input_gives_the_same_bits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """What the fused loss relies on, and torch does not promise."""
+    logits = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype) * 5
+    apart = torch.log_softmax(logits, dim=1)
+    torch.log_softmax(logits, dim=1, out=logits)
+    assert torch.equal(logits, apart)
+
+
+def test_capped_logits_equal_the_plain_loss_of_capped_logits() -> None:
+    hidden, weight, labels = inputs()
+    options = LossOptions(label_smoothing=0.1, z_loss=0.01, chunk_rows=7, softcap=1.5)
+    sums = fused_linear_cross_entropy(hidden, weight, labels, options)
+    found = torch.autograd.grad(sums.objective, (hidden, weight))
+    logits = 1.5 * torch.tanh(hidden @ weight.T / 1.5)
+    right = functional.cross_entropy(logits, labels, reduction="sum", label_smoothing=0.1)
+    right = right + 0.01 * torch.logsumexp(logits, dim=1).square()[labels != IGNORED_LABEL].sum()
+    torch.testing.assert_close(sums.objective, right)
+    for ours, theirs in zip(found, torch.autograd.grad(right, (hidden, weight)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_second_backward_is_refused() -> None:
+    hidden, weight, labels = inputs()
+    sums = fused_linear_cross_entropy(hidden, weight, labels, LossOptions())
+    sums.objective.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        sums.objective.backward()

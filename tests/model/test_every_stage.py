@@ -1,0 +1,152 @@
+"""Every registered family through ZeRO 0 to 3 on two ranks: the plain loop's losses, and a restored run bit for bit.
+
+A new family joins by being registered: it needs a small config in `tests.model.small.FAMILIES`, which the first
+test says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.checkpoint import restore, save
+from pretrain.config.schema import RunConfig
+from pretrain.engine.distributed import all_reduce_sums
+from pretrain.engine.engine import Engine
+from pretrain.model.registry import build_model, family_names
+from pretrain.sequence import IGNORED_LABEL, Batch
+from pretrain.store import open_store
+from pretrain.topology import World
+from tests.model.small import FAMILIES, batch_for, empty_batch_for
+from tests.ranks import run_ranks
+
+ONE_EACH = {config().family: name for name, config in reversed(FAMILIES.items())}
+"""Registered family -> the first of its small configs."""
+STAGES = (0, 1, 2, 3)
+MICRO_BATCHES, SAVED, STEPS = 3, 2, 4  # three on two ranks: the last round has an empty one
+RATE = 1e-2
+_OBJECTIVES = {"decoder": "causal_lm", "encoder_decoder": "seq2seq", "encoder": "masked_lm"}
+
+
+def run_config(name: str, stage: int) -> RunConfig:
+    model = FAMILIES[name](dropout=0.1)
+    batch: dict[str, Any] = {"global_batch_size": MICRO_BATCHES, "micro_batch_size": 1, "sequence_length": 32}
+    if model.layout == "encoder_decoder":
+        batch["source_length"] = 32
+    return RunConfig.model_validate(
+        {
+            "name": "small", "seed": 3, "tokenizer": "none", "data": {"sources": {"none": {"path": "none"}}},
+            "objective": {"kind": _OBJECTIVES[model.layout]}, "model": model.model_dump(), "batch": batch,
+            "loss": {"chunk_rows": 7, "z_loss": 1e-3},
+            "optimizer": {"kind": "adamw", "learning_rate": RATE, "gradient_clipping": 0.5},
+            "schedule": {"kind": "constant", "total_steps": STEPS}, "checkpoint": {"every_steps": SAVED},
+            "engine": {"zero_stage": stage, "precision": "fp32", "persistence_threshold_elements": 100},
+        }
+    )  # fmt: skip
+
+
+def batches_of(config: RunConfig, step: int) -> list[Batch]:
+    return [batch_for(config.model, seed=10 * step + j) for j in range(MICRO_BATCHES)]
+
+
+def train(engine: Engine, config: RunConfig, world: World, steps: range) -> list[float]:
+    """Mean losses of the steps; a collective."""
+    losses = []
+    for step in steps:
+        batches = batches_of(config, step)
+        targets = sum(batch.target_tokens for batch in batches)
+        mine = batches[world.rank :: world.size]
+        mine += [empty_batch_for(config.model)] * (engine.accumulation_steps - len(mine))
+        nll = sum(float(engine.micro_step(batch, global_target_tokens=targets).nll) for batch in mine)
+        assert engine.step(RATE).applied
+        losses.append(all_reduce_sums([nll])[0] / targets)
+    return losses
+
+
+def both_ways(world: World, folder: str) -> dict[str, Any]:
+    """Trains each family at each stage, saves on the way, starts anew from what was saved. Runs in every rank."""
+    results: dict[str, Any] = {}
+    for name in ONE_EACH.values():
+        for stage in STAGES:
+            config, store = run_config(name, stage), open_store(f"{folder}/{name}-{stage}")
+            engine = Engine(_model(config), config, world, torch.device("cpu"))
+            losses = train(engine, config, world, range(SAVED))
+            save(store, engine, step=SAVED, attempt=1, training_state={}, world=world, guard=lambda: None).wait()
+            losses += train(engine, config, world, range(SAVED, STEPS))
+            untouched = _state(engine)
+            engine.close()
+
+            engine = Engine(_model(config, seed=99), config, world, torch.device("cpu"))
+            all_reduce_sums([0])  # the manifest is published when rank 0's save has ended
+            restored = restore(store, engine, world)
+            assert restored is not None
+            again = train(engine, config, world, range(SAVED, STEPS))
+            same = _state(engine)
+            equal = untouched.keys() == same.keys() and all(torch.equal(untouched[key], same[key]) for key in same)
+            results[f"{name} {stage}"] = {"losses": losses, "again": again, "equal": equal, "tensors": len(same)}
+            engine.close()
+    return results
+
+
+def _model(config: RunConfig, seed: int = 3) -> torch.nn.Module:
+    return build_model(config.model, config.loss, seed=seed)
+
+
+def _state(engine: Engine) -> dict[str, torch.Tensor]:
+    return {
+        f"{fragment.name} {key} {fragment.start}": tensor.clone()
+        for fragment in engine.fragments()
+        for key, tensor in fragment.tensors.items()
+    }
+
+
+def plain_losses(name: str) -> list[float]:
+    """One process, whole batch, torch's own clipping and AdamW."""
+    config = run_config(name, 0)
+    model = _model(config)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=RATE, betas=(0.9, 0.95), eps=1e-8, foreach=False,
+    )  # fmt: skip
+    losses = []
+    for step in range(STEPS):
+        batches = batches_of(config, step)
+        targets = sum(int((batch.labels != IGNORED_LABEL).sum()) for batch in batches)
+        sums = [model(batch) for batch in batches]
+        optimizer.zero_grad()
+        (sum(s.objective for s in sums) / targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(sum(s.nll for s in sums)) / targets)
+    return losses
+
+
+def test_every_registered_family_has_a_small_config() -> None:
+    assert set(ONE_EACH) == set(family_names())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of both ranks; the processes start once for all families and stages."""
+    folder = str(tmp_path_factory.mktemp("stages"))
+    return [result.value for result in run_ranks(both_ways, ranks=2, arguments={"folder": folder}, timeout_s=280)]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("family", ONE_EACH)
+def test_a_family_trains_as_a_plain_loop_and_goes_on_bit_for_bit(
+    family: str, stage: int, results: list[dict[str, Any]]
+) -> None:
+    name = ONE_EACH[family]
+    for rank in results:
+        found = rank[f"{name} {stage}"]
+        assert found["equal"]
+        assert found["tensors"] > 0
+        assert found["again"] == found["losses"][SAVED:]
+        assert found["losses"] == pytest.approx(plain_losses(name), rel=1e-5)
+        assert found["losses"][-1] != found["losses"][0]
