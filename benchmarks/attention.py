@@ -46,7 +46,7 @@ def _run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kind: str, backend: 
     if kind == "bias":
         table = RelativePositionBias(heads, bidirectional=False)
         torch.nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(0))
-        bias = table(tokens, q.device)
+        bias = table.rule(tokens, q.device)
     out = attend(
         q, k, v, q_info=info, causal=True, scale=WIDTH**-0.5, bias=bias, backend=backend,
         window=512 if kind == "window" else None, softcap=30.0 if kind == "softcap" else None,

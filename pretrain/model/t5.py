@@ -147,7 +147,7 @@ class T5Stack(nn.Module):
         cache: Cache | None = None,
     ) -> Float[Tensor, "T D"]:
         longest = info.max_length + (0 if cache is None else cache.length)
-        bias = self.bias(longest, x_TD.device)
+        bias = self.bias.rule(longest, x_TD.device)
         caches = [None] * len(self.layers) if cache is None else cache.layers
         x_TD = self.layers(self.embedding_dropout(x_TD, key), info, source, bias, key, per_layer=caches)
         return self.norm_dropout(self.norm(x_TD), key)

@@ -190,7 +190,7 @@ def test_alibi_in_attention_is_a_penalty_by_distance() -> None:
 def test_the_diagonals_of_a_t5_bias_are_its_matrix() -> None:
     module = RelativePositionBias(2, num_buckets=8, max_distance=20, bidirectional=True)
     torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
-    bias = module(5, CPU)
+    bias = module.rule(5, CPU)
     relative = torch.arange(5)[None, :] - torch.arange(3)[:, None]
     diagonals = bias.diagonals(5, CPU)
     matrix = bias(relative)

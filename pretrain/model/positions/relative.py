@@ -59,10 +59,21 @@ class RelativePositionBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
         self.initial: dict[str, Initial] = {"weight": initial or Normal(1.0)}
 
-    def forward(self, longest: int, device: torch.device) -> RelativeBias:
-        """The bias to pass to `attend` in every layer of a stack, for documents of at most `longest` tokens.
+    def rule(self, longest: int, device: torch.device) -> RelativeBias:
+        """The bias to pass to `attend` in every layer of a stack, for documents of at most `longest` tokens."""
+        reach = longest - 1
 
-        The table is read here and not in the attention: under ZeRO-3 it is whole only inside this call.
+        def values(relative_R: Tensor, by_place_RH: Tensor) -> Tensor:
+            # An embedding's gradient is summed in a fixed order, that of plain indexing is not.
+            return functional.embedding(relative_R.clamp(-reach, reach) + reach, by_place_RH).T
+
+        return RelativeBias(values, (self(longest, device),))
+
+    def forward(self, longest: int, device: torch.device) -> Float[Tensor, "R H"]:
+        """The value at each relative place from 1 - longest to longest - 1.
+
+        The table is read here and not in the attention: under ZeRO-3 it is whole only inside this call. A tensor
+        and nothing around it, because DeepSpeed looks for tensors in what a module returns.
         """
         reach = longest - 1
         buckets_R = relative_buckets(
@@ -71,14 +82,9 @@ class RelativePositionBias(nn.Module):
             max_distance=self.max_distance,
             bidirectional=self.bidirectional,
         )
-
-        def values(relative_R: Tensor, by_place_RH: Tensor) -> Tensor:
-            # An embedding's gradient is summed in a fixed order, that of plain indexing is not.
-            return functional.embedding(relative_R.clamp(-reach, reach) + reach, by_place_RH).T
-
         # fp32 at least, so that the gradients of all pairs at one distance are not summed in bf16.
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        return RelativeBias(values, (functional.embedding(buckets_R, self.weight).to(wide),))
+        return functional.embedding(buckets_R, self.weight).to(wide)
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
