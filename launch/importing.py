@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pretrain.rundir import RunDirectory
 
 # What a config.json says about training and not about the weights: the run's own config decides.
-_FREE = frozenset({"dropout", "attention", "init_std"})
+_FREE = frozenset({"dropout", "attention", "kernels", "init_std"})
 
 
 def run_import(args: argparse.Namespace) -> int:

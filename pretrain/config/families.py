@@ -41,6 +41,13 @@ class ModelConfig(Section):
         resume="logged",
         default="auto",
     )
+    # Refused: compiled code rounds otherwise, so a run that began with it never goes on without.
+    kernels: Literal["eager", "compiled", "liger"] = setting(
+        "what computes norms, rotations, gates and the loss: torch's operators, torch.compile of them (a graph "
+        "break is an error), or the Liger kernels on CUDA",
+        resume="refused",
+        default="eager",
+    )
 
 
 class LinearRope(Section):

@@ -10,6 +10,7 @@ Source: own; the idea as in Liger (Hsu et al. 2024), z-loss after Chowdhery et a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +24,17 @@ from pretrain.sequence import IGNORED_LABEL
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """Label smoothing e, z-loss weight z, target rows per chunk, cap c of the logits (None: no cap)."""
+    """Label smoothing e, z-loss weight z, target rows per chunk, cap c of the logits (None: no cap).
+
+    Attributes:
+        chunk: another way to compute a chunk, equal to `chunk_formula` but for rounding.
+    """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk_rows: int = 1024
     softcap: float | None = None
+    chunk: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def fused_linear_cross_entropy(
@@ -74,15 +80,16 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             logits_CV = (chunk_CD @ weight_VD.t()).to(sums.dtype)
             if bias_V is not None:
                 logits_CV += bias_V
-            slope_CV = _cap_(logits_CV, options.softcap) if options.softcap is not None else None
-            chunk = _Chunk.forward(logits_CV, labels_T[rows])
+            if options.chunk is None:
+                chunk_sums, grad_logits_CV = _compute_chunk(logits_CV, labels_T[rows], options, wants_gradients)
+            else:
+                chunk_sums, grad_logits_CV = options.chunk(
+                    logits_CV, labels_T[rows], options.label_smoothing, options.z_loss, options.softcap
+                )
             del logits_CV
-            sums += chunk.sums(options)
-            if grad_hidden_TD is None or grad_weight_VD is None:
+            sums += chunk_sums
+            if grad_hidden_TD is None or grad_weight_VD is None or grad_logits_CV is None:
                 continue
-            grad_logits_CV = chunk.gradient_(options)
-            if slope_CV is not None:
-                grad_logits_CV.mul_(slope_CV)
             if grad_bias_V is not None:
                 grad_bias_V += grad_logits_CV.sum(dim=0)
             grad_logits_CV = grad_logits_CV.to(hidden_TD.dtype)
@@ -108,6 +115,42 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         if grad_bias_V is not None:
             grad_bias_V = grad_bias_V.mul_(grad_objective).to(ctx.weight_dtype)
         return grad_hidden_TD.mul_(grad_objective), grad_weight_VD, grad_bias_V, None, None, None
+
+
+def _compute_chunk(
+    logits_CV: Tensor, labels_C: Tensor, options: LossOptions, wants_gradients: bool
+) -> tuple[Tensor, Tensor | None]:
+    """[objective, nll, z] summed over the rows that count, and the gradient; takes the logits over."""
+    slope_CV = _cap_(logits_CV, options.softcap) if options.softcap is not None else None
+    chunk = _Chunk.forward(logits_CV, labels_C)
+    sums = chunk.sums(options)
+    if not wants_gradients:
+        return sums, None
+    grad_CV = chunk.gradient_(options)
+    return sums, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+
+
+def chunk_formula(
+    logits_CV: Tensor, labels_C: Tensor, label_smoothing: float, z_loss: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """The same as a plain formula without anything in place: what a compiler makes one pass of."""
+    counts_C = labels_C != IGNORED_LABEL
+    targets_C1 = torch.where(counts_C, labels_C, 0).unsqueeze(1)
+    weights_C = counts_C.to(logits_CV.dtype)
+    tanh_CV = None if softcap is None else torch.tanh(logits_CV / softcap)
+    capped_CV = logits_CV if softcap is None or tanh_CV is None else softcap * tanh_CV
+    lse_C = torch.logsumexp(capped_CV, dim=1)
+    nll_C = lse_C - capped_CV.gather(1, targets_C1).squeeze(1)
+    square_C = lse_C.square()
+    objective_C = (1.0 - label_smoothing) * nll_C + label_smoothing * (lse_C - capped_CV.mean(dim=1))
+    objective_C = objective_C + z_loss * square_C
+    sums = torch.where(counts_C, torch.stack((objective_C, nll_C, square_C)), 0.0).sum(dim=1)
+    hit_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C1
+    row_scale_C = weights_C * (1.0 + 2.0 * z_loss * lse_C)
+    grad_CV = torch.exp(capped_CV - lse_C.unsqueeze(1)) * row_scale_C.unsqueeze(1)
+    wanted_CV = label_smoothing / logits_CV.shape[1] + (1.0 - label_smoothing) * hit_CV
+    grad_CV = grad_CV - weights_C.unsqueeze(1) * wanted_CV
+    return sums, grad_CV if tanh_CV is None else grad_CV * (1.0 - tanh_CV.square())
 
 
 def _cap_(logits_CV: Tensor, cap: float) -> Tensor:

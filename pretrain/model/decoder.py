@@ -45,6 +45,7 @@ class DecoderAttention(nn.Module):
         self.head_width = head_width_of(config)
         self.backend = config.attention
         self.scale = scaling.of_scores(self.head_width)
+        self.rotate = rotate
         all_heads = self.num_heads + 2 * self.num_kv_heads
         self.qkv = Linear(config.width, all_heads * self.head_width, scaling.inner)
         self.query_norm = RMSNorm(self.head_width, config.norm_eps) if config.qk_norm else None
@@ -59,13 +60,13 @@ class DecoderAttention(nn.Module):
         if rotary is not None and (self.query_norm is None or self.key_norm is None):
             # One rotation for queries and keys: they stand side by side.
             qk, v_TGK = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
-            q_THK, k_TGK = rotate(qk, rotary).split((self.num_heads, self.num_kv_heads), dim=1)
+            q_THK, k_TGK = self.rotate(qk, rotary).split((self.num_heads, self.num_kv_heads), dim=1)
         else:
             q_THK, k_TGK, v_TGK = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
             if self.query_norm is not None and self.key_norm is not None:
                 q_THK, k_TGK = self.query_norm(q_THK), self.key_norm(k_TGK)
             if rotary is not None:
-                q_THK, k_TGK = rotate(q_THK, rotary), rotate(k_TGK, rotary)
+                q_THK, k_TGK = self.rotate(q_THK, rotary), self.rotate(k_TGK, rotary)
         k_info = info
         if cache is not None:
             k_TGK, v_TGK, k_info = cache.append(k_TGK, v_TGK)

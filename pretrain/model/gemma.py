@@ -48,6 +48,7 @@ class GemmaAttention(nn.Module):
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_width = head_width_of(config)
         self.scale = 1.0 / math.sqrt(config.query_scale or self.head_width)
+        self.rotate = rotate
         self.window, self.softcap, self.backend = window, config.attention_softcap, config.attention
         initial = Normal(config.init_std)
         self.qkv = Linear(config.width, (self.num_heads + 2 * self.num_kv_heads) * self.head_width, initial)
@@ -62,7 +63,7 @@ class GemmaAttention(nn.Module):
         q_THK, k_TGK, v_TGK = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             q_THK, k_TGK = self.query_norm(q_THK), self.key_norm(k_TGK)
-        q_THK, k_TGK, k_info = rotate(q_THK, rotary), rotate(k_TGK, rotary), info
+        q_THK, k_TGK, k_info = self.rotate(q_THK, rotary), self.rotate(k_TGK, rotary), info
         if cache is not None:
             k_TGK, v_TGK, k_info = cache.append(k_TGK, v_TGK)
         out_THK = attend(

@@ -1,7 +1,8 @@
 """The small parts that every family is made of: projections, embeddings, norms, feed-forward blocks.
 
 Each module owns every parameter that its forward uses, so that ZeRO-3 gathers them, and says how they
-start (`initial`). All of them work with the whole module cast to bf16: norm statistics are fp32.
+start (`initial`). All of them work with the whole module cast to bf16: norm statistics are fp32. What is no
+matrix product is a pure function that a module holds as `compute`, so that it can be replaced (`compiled`).
 Sources: RMSNorm, Zhang and Sennrich 2019; LayerNorm, Ba et al. 2016; SwiGLU and gated GELU, Shazeer 2020.
 """
 
@@ -62,13 +63,19 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
         self.eps = eps
         self.around_one = around_one
+        self.compute = rms_norm
         self.initial: dict[str, Initial] = {"weight": Constant(0.0 if around_one else 1.0)}
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.around_one:
-            return _RMSNormFunction.apply(x, self.weight, self.eps)
+            return self.compute(x, self.weight, self.eps)
         factor = 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        return _RMSNormFunction.apply(x, factor, self.eps)
+        return self.compute(x, factor, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x), in fp32, times the weight: before the product rounded to the dtype of x where the weight has it."""
+    return _RMSNormFunction.apply(x, weight, eps)
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -118,9 +125,21 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate_up = Linear(width, 2 * feed_forward_width, inner)
         self.down = Linear(feed_forward_width, width, outer)
+        self.compute = gated_silu
 
     def forward(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        return self.down(_GatedSilu.apply(self.gate_up(x_TD)))
+        return self.down(self.compute(self.gate_up(x_TD)))
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(first half) * second half of the last dimension."""
+    return _GatedSilu.apply(gate_up)
+
+
+def gated_gelu(gate_up: Tensor) -> Tensor:
+    """gelu(first half) * second half of the last dimension, GELU in its tanh form."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 class _GatedSilu(torch.autograd.Function):
@@ -180,7 +199,7 @@ class GatedGelu(nn.Module):
         super().__init__()
         self.gate_up = Linear(width, 2 * feed_forward_width, inner)
         self.down = Linear(feed_forward_width, width, outer)
+        self.compute = gated_gelu
 
     def forward(self, x_TD: Float[Tensor, "T D"]) -> Float[Tensor, "T D"]:
-        gate_TF, up_TF = self.gate_up(x_TD).chunk(2, dim=-1)
-        return self.down(functional.gelu(gate_TF, approximate="tanh") * up_TF)
+        return self.down(self.compute(self.gate_up(x_TD)))

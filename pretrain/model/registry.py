@@ -17,6 +17,7 @@ from pretrain.model.encoder_decoder import EncoderDecoder
 from pretrain.model.gemma import Gemma
 from pretrain.model.gpt2 import GPT2
 from pretrain.model.init import initialise
+from pretrain.model.kernels import use_kernels
 from pretrain.model.t5 import T5
 
 _FAMILIES: dict[str, Callable[..., nn.Module]] = {
@@ -44,6 +45,7 @@ def build_model(
             `torch.device("meta")`, for one that only looks at their shapes).
 
     Raises:
+        UserError: model.kernels cannot run here.
         KeyError: a family without a module (a mistake of whoever added it to the schema).
     """
     # cuDNN's attention has public NaN bugs in backward; the flash kernels are as fast. A flag only, also on CPU.
@@ -51,4 +53,5 @@ def build_model(
     module = _FAMILIES[model.family](model, loss, activation_checkpointing=activation_checkpointing)
     if initial:
         initialise(module, seed)
+    use_kernels(module, model.kernels)
     return module

@@ -85,7 +85,7 @@ def test_mup_is_nothing_at_the_base_width() -> None:
 
 
 def test_mup_of_four_times_the_width_by_hand() -> None:
-    config = decoder_config(width=128, head_width=32, mup=MuPConfig(base_width=32, base_head_width=8), init_std=0.02)
+    config = decoder_config(width=128, head_width=32, mup=MuPConfig(base_width=32, base_head_width=8), norm_eps=1e-12)
     model = build_model(config, LossConfig(), seed=1)
     mlp = model.layers[0].mlp
     assert spread(mlp.gate_up) == pytest.approx(0.02 / math.sqrt(4), rel=0.03)
