@@ -7,8 +7,11 @@ varlen and flash: their call sites against fakes of the kernels' documented sema
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +79,43 @@ def test_flex_masks_padding_and_plans_once_per_layout(monkeypatch: pytest.Monkey
     real = SeqInfo.from_lengths([5, 3])
     right = attend(q[:8], k[:8], v[:8], q_info=real, causal=True, scale=SCALE)
     torch.testing.assert_close(outs[0][:8], right, rtol=1e-5, atol=1e-5)
+
+
+_FLEX_WITHOUT_HOOK = """
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+torch_flex._validate_device = lambda query, key, value: None
+from pretrain.model.attention import flex
+from tests.model.attention_cases import Case, errors, self_case
+compiled = torch.compile(torch_flex.flex_attention, backend="aot_eager", fullgraph=True, dynamic=False)
+flex._kernel = lambda device: compiled
+attend_flex = flex.attend_flex
+cases = [
+    self_case(9, 1, 20, biased=True), self_case(9, 1, 20, softcap=5.0, std=2.0),
+    self_case(9, 4, window=3, causal=False, biased=True, softcap=5.0, groups=4),
+    Case((3, 5), (7, 2), causal=False, biased=True),
+]
+for case in cases:
+    for name, error in errors(attend_flex, case, torch.float32, head_width=16).items():
+        assert error < 2e-5, (case, name, error)
+    print(case.biased, case.softcap, len(errors(attend_flex, case, torch.float32, head_width=16)))
+"""
+
+
+def test_the_score_rules_of_flex_equal_the_float64_definition_in_a_process_without_the_type_hook() -> None:
+    """A bias with its gradient and a soft-cap. torch traces these functions, and the hook would be traced with them."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PRETRAIN_NO_TYPE_HOOK": "1", "PYTHONPATH": str(root)}
+    result = subprocess.run(
+        [sys.executable, "-c", _FLEX_WITHOUT_HOOK],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.split("\n")[:-1] == ["True None 5", "False 5.0 4", "True 5.0 5", "True None 5"]
 
 
 @pytest.fixture

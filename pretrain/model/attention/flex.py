@@ -121,8 +121,13 @@ def _score_mod(
     if diagonals_HR is None:
         return None if cap is None else lambda score, batch, head, query, key: cap * torch.tanh(score / cap)
     middle = reach - 1
+
+    # Clamped, because scores of pairs in different documents are computed before they are masked, and where sources
+    # are longer than targets their distance may be beyond any document's.
     if cap is None:
-        return lambda score, batch, head, query, key: score + diagonals_HR[head, column[key] - row[query] + middle]
+        return lambda score, batch, head, query, key: (
+            score + diagonals_HR[head, (column[key] - row[query] + middle).clamp(0, 2 * middle)]
+        )
     return lambda score, batch, head, query, key: (
-        cap * torch.tanh(score / cap) + diagonals_HR[head, column[key] - row[query] + middle]
+        cap * torch.tanh(score / cap) + diagonals_HR[head, (column[key] - row[query] + middle).clamp(0, 2 * middle)]
     )
