@@ -98,6 +98,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                 grad_weight_VD.addmm_(grad_logits_CV.t(), chunk_CD)
             else:
                 grad_weight_VD += grad_logits_CV.t() @ chunk_CD
+            del grad_logits_CV  # or it would lie beside the next chunk's logits
         # Not saved tensors: the backward pass scales them in place, which saves a copy of the matrix.
         ctx.gradients = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
         ctx.weight_dtype = weight_VD.dtype
