@@ -7,7 +7,7 @@ view of it, attention keeps its rotated inputs and its output, a gated block its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pretrain.config.schema import (
     AnyModelConfig,
@@ -15,6 +15,7 @@ from pretrain.config.schema import (
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
+    GemmaConfig,
     GPT2Config,
     T5Config,
 )
@@ -63,13 +64,21 @@ def stacks_of(model: AnyModelConfig, batch: BatchConfig) -> list[Stack]:
     sources = batch.micro_batch_size * (batch.source_length or batch.sequence_length)
     if isinstance(model, DecoderConfig):
         return [_decoder(model, targets)]
+    if isinstance(model, GemmaConfig):
+        return [_gemma(model, targets)]
     if isinstance(model, GPT2Config | EncoderConfig):
         return [_plain(model, model.num_layers, targets, cross_tokens=0)]
     encoder = _plain(model, model.num_encoder_layers, sources, cross_tokens=0)
     return [encoder, _plain(model, model.num_decoder_layers, targets, cross_tokens=sources)]
 
 
-def _decoder(model: DecoderConfig, tokens: int) -> Stack:
+def _gemma(model: GemmaConfig, tokens: int) -> Stack:
+    """The decoder's layer, a norm behind each block that keeps its input, and a gate of plain operations."""
+    layer = _decoder(model, tokens)
+    return replace(layer, kept=layer.kept + 2 * model.width + 2 * model.feed_forward_width, fp32=layer.fp32 + 2)
+
+
+def _decoder(model: DecoderConfig | GemmaConfig, tokens: int) -> Stack:
     head_width = model.head_width or model.width // model.num_heads
     inside = model.num_heads * head_width
     keys = (model.num_kv_heads or model.num_heads) * head_width
