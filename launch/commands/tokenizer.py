@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.commands.data import add_input_arguments, source_spec
+from launch.commands.data_inputs import add_input_arguments, source_spec
 from pretrain.errors import ExitCode, UserError
 
 DESCRIPTION = """\

@@ -173,13 +173,17 @@ class BlockReader:
         Raises:
             CorruptBlockError, StoreError, DataError: as for `read`.
         """
+        return decode_provenance(self.provenance_json(block))
+
+    def provenance_json(self, block: int) -> bytes:
+        """All that a block says of its documents, as it is stored. Raises as `provenance`."""
         shard, row = self.locate(block)
         span = self._index(shard).span(row, len(self.manifest.members) - 1)
         data = self._get_range(self.manifest.shards[shard].name, span.offset, span.length)
         if len(data) != span.length or zlib.crc32(data) != span.crc32:
             message = self._describe(block, "has damaged provenance: its crc32 is not the index's")
             raise CorruptBlockError(message, self.name, block)
-        return decode_provenance(data)
+        return data
 
     def locate(self, block: int) -> tuple[int, int]:
         """Number of the shard that holds a block, and the block's place in it."""
@@ -292,6 +296,8 @@ class BlockReader:
             shard, row = self.locate(block)
             real_tokens = self._index(shard).real_tokens(row)
             last_end = int(ends[-1]) if ends.size else 0
+            if manifest.row_tokens:  # every row has its own padding
+                return TokenBlock(ids, ends, real_tokens)
             is_padded = real_tokens < manifest.block_tokens  # only behind the end of a document
             if real_tokens > manifest.block_tokens or last_end > real_tokens or (is_padded and last_end != real_tokens):
                 raise self._unfit(block, f"real_tokens={real_tokens} with a last document end at {last_end}")

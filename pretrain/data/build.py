@@ -1,250 +1,332 @@
 """Builds sources: raw text -> shuffled, split, tokenised, packed block shards.
 
 Takes `BuildOptions` -> gives OUT (or OUT/train and OUT/validation with a validation fraction), complete or
-not at all, and a `BuildReport`. Phases: read (hash and spill into buckets), encode (worker
-processes), assemble (packing and writing, in corpus order, while later buckets are encoded).
-Invariants: the bytes are a function of inputs and options, not of workers, memory or time; memory is
-bounded by buckets, not by the corpus; whatever is left out is counted.
+not at all, and a `BuildReport`. Stages of tasks: read (hash and sort into runs), encode (merge ranges, tokenise),
+pack (rows of whole documents only), write (a shard each); then the manifests.
+Invariants: the bytes are a function of inputs and options, not of workers, memory or time, nor of how
+often it was killed: what a killed build has done is kept and not done again; memory is bounded by
+runs and ranges, not by the corpus; whatever is left out is counted.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from pretrain.data.assemble import Assembler, open_assembler
+import numpy as np
+
 from pretrain.data.build_options import BuildOptions
-from pretrain.data.encode import SPLITS, EncodeCounts, EncodeJob, Part, part_path
-from pretrain.data.encode_pool import EncodePool
-from pretrain.data.format import Manifest, dtype_for
-from pretrain.data.output import OutputDirectory
-from pretrain.data.selection import Selection, identity, is_validation, nothing_to_build, order_key
-from pretrain.data.sources import ReadCounts, list_files, read_documents
-from pretrain.data.spill import Spill, Spilled, num_buckets_for
+from pretrain.data.build_plan import STAGES, BuildPlan, changes, make_plan
+from pretrain.data.build_report import BuildProgress, BuildReport
+from pretrain.data.documents import ReadCounts, check_fields_seen
+from pretrain.data.format import Manifest
+from pretrain.data.histogram import merge_histograms
+from pretrain.data.layout import Layout, LayoutStages, over_long_error, publish
+from pretrain.data.output import BUILD_KEY, REPORT_KEY, Output
+from pretrain.data.part import PartInfo, PartList, number_parts
+from pretrain.data.progress import ProgressTeller
+from pretrain.data.selection import DIGEST_BYTES, Selection, nothing_to_build
+from pretrain.data.sources import list_files
+from pretrain.data.spill import RANGE_BYTES, RUN_BYTES, Run, ranges_of, slot_sizes
+from pretrain.data.stages import StageRunner, drop_stage
+from pretrain.data.task_pool import OwnProcess, TaskPool, WorkerProcesses
+from pretrain.data.tasks import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError, StoreError
 
 __all__ = ["BuildOptions", "BuildProgress", "BuildReport", "build"]
 
 _IN_PROCESS_BYTES = 2 * 2**20  # below, starting workers costs more than it gives
-_REPORT_EVERY_DOCUMENTS = 256
+_LEAST_RANGES = 32  # tasks to share out also where there is little text
+_LEAST_RANGE_BYTES = 2**20
+
+OpenPool = Callable[[BuildOptions, int, int | None], AbstractContextManager[TaskPool]]
+"""(options, expected bytes of text, descriptor of the output's lock) -> what runs the tasks."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuildProgress:
-    """Where a build is: `phase` read or encode, bytes of text done, all of them once known, files of the inputs."""
-
-    phase: str
-    done_bytes: int
-    total_bytes: int | None
-    elapsed_s: float
-    files: int
+def local_pool(options: BuildOptions, expected_bytes: int, lock: int | None) -> AbstractContextManager[TaskPool]:
+    """Processes on this machine, as many as the options say."""
+    workers = num_workers(options, expected_bytes)
+    return nullcontext(OwnProcess()) if workers == 1 else WorkerProcesses(workers, lock)
 
 
-@dataclass(frozen=True, slots=True)
-class BuildReport:
-    """What a build did. Every document that was read is in a source or in one of the counts.
-
-    Attributes:
-        sources: directory of each split that was built, with its manifest.
-        read_bytes: text that was read.
-        empty, invalid, duplicates, not_selected, too_long: documents left out, by reason.
-        other_members: members of raw tars that hold no text.
-        repaired: texts with lone surrogates, which were replaced.
-        seconds: wall clock.
-    """
-
-    sources: dict[str, tuple[str, Manifest]]
-    files: int
-    documents_read: int
-    read_bytes: int
-    empty: int
-    invalid: int
-    invalid_examples: tuple[str, ...]
-    repaired: int
-    other_members: int
-    duplicates: int
-    not_selected: int
-    too_long: int
-    seconds: float
-
-    def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        values["sources"] = {
-            split: {"path": path}
-            | {key: value for key, value in manifest.body().items() if key != "shards"}
-            | {"sha256": manifest.sha256, "shards": len(manifest.shards)}
-            for split, (path, manifest) in self.sources.items()
-        }
-        return values
+def num_workers(options: BuildOptions, expected_bytes: int) -> int:
+    """Processes that a build on this machine takes."""
+    if options.workers is not None:
+        return options.workers
+    kept = min(expected_bytes, options.max_bytes or expected_bytes)
+    return 1 if kept < _IN_PROCESS_BYTES else len(os.sched_getaffinity(0))
 
 
-def build(options: BuildOptions, progress: Callable[[BuildProgress], None] | None = None) -> BuildReport:
-    """Builds what `options` say; see the module's text.
+def build(
+    options: BuildOptions,
+    progress: Callable[[BuildProgress], None] = lambda progress: None,
+    *,
+    notice: Callable[[str], None] = lambda text: None,
+    open_pool: OpenPool = local_pool,
+) -> BuildReport:
+    """Builds all splits, going on where an unfinished build of the same inputs and options ended.
+
+    Args:
+        progress: hears where the build is.
+        notice: hears what is kept of an unfinished build, and what had to start again and why.
+        open_pool: what runs the tasks.
 
     Raises:
-        DataError: bad input, an empty corpus or split, OUT exists or is being built.
-        StoreError: the disk is full or not writable.
-        PretrainError: a worker died.
+        DataError: wrong options, unreadable or unfit inputs, an output that exists, an empty corpus or split.
+        StoreError: reading or writing failed.
+        UserError: a package is missing.
     """
-    return _Build(options, progress or (lambda _: None)).run()
+    tokenizer = Tokenizer.load(options.tokenizer)
+    output = Output(options.out, work=options.work)
+    files = list_files(options.source)
+    plan = make_plan(options, files, tokenizer)
+    teller = ProgressTeller(progress, len(files))
+    try:
+        with output:
+            if output.committed:
+                return _finished(output, plan, notice)
+            with open_pool(options, plan.expected_bytes, output.fileno()) as pool:
+                return _Build(plan, output, tokenizer, pool, teller, notice).run()
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {error.filename or options.out}: {error.strerror}. Free space or choose another --out."
+        ) from error
+
+
+def _finished(output: Output, plan: BuildPlan, notice: Callable[[str], None]) -> BuildReport:
+    """The build was killed between publishing and cleaning up."""
+    stored = json.loads(output.work.get(REPORT_KEY))
+    output.clean()
+    if stored["keys"] != plan.keys:
+        raise DataError(f"out={output.out} exists. A source is never changed. Choose another --out or remove it.")
+    notice(f"{output.out} was complete already; removed what its build had left")
+    return BuildReport.restored(stored["report"])
 
 
 class _Build:
-    """One build: the values that its phases hand to each other."""
+    """One build under way."""
 
-    def __init__(self, options: BuildOptions, progress: Callable[[BuildProgress], None]) -> None:
-        self._options = options
-        self._progress = progress
-        self._started = time.monotonic()
-        self._reads = ReadCounts()
-        self._read_bytes = 0
-        self._spilled_bytes = 0
-        self._not_selected = 0
-        self._num_files = 0
+    def __init__(
+        self,
+        plan: BuildPlan,
+        output: Output,
+        tokenizer: Tokenizer,
+        pool: TaskPool,
+        teller: ProgressTeller,
+        notice: Callable[[str], None],
+    ) -> None:
+        self._plan, self._options, self._output = plan, plan.options, output
+        self._work = output.work
+        self._tokenizer, self._teller, self._notice = tokenizer, teller, notice
+        self._stages = StageRunner(output.work, output.final, pool)
+        self._counts = ReadCounts()
+        self._sums: dict[str, int] = {}
 
     def run(self) -> BuildReport:
-        options = self._options
-        tokenizer = Tokenizer.load(options.tokenizer)
-        output = OutputDirectory(options.out)
-        files = list_files(options.source)
-        expected = sum(file.text_bytes for file in files)
-        self._num_files = len(files)
-        try:
-            with output, EncodePool(self._num_workers(expected), output.fileno()) as pool:
-                buckets, limit = self._read(output.work / "buckets", num_buckets_for(expected))
-                job = EncodeJob(options.tokenizer, limit, options.source_length, options.target_length)
-                encoding = pool.encode(buckets, job)
-                manifests, counts = self._assemble(buckets, encoding, tokenizer, output.partial)
-                output.commit()
-        except OSError as error:
-            raise StoreError(
-                f"cannot write {error.filename or options.out}: {error.strerror}. Free space or choose another --out."
-            ) from error
-        reads = self._reads
-        return BuildReport(
-            sources={split: (str(self._directory(output.out, split)), found) for split, found in manifests.items()},
-            files=reads.files,
-            documents_read=reads.documents,
-            read_bytes=self._read_bytes,
-            empty=reads.empty,
-            invalid=reads.invalid,
-            invalid_examples=tuple(reads.invalid_examples),
-            repaired=reads.repaired,
-            other_members=reads.other_members,
-            duplicates=counts.duplicates,
-            not_selected=self._not_selected + counts.not_selected,
-            too_long=counts.too_long,
-            seconds=time.monotonic() - self._started,
+        self._keep_or_restart()
+        done_before = self._stages.is_done(self._plan.folder("encode"))
+        reading = [] if done_before else self._read()
+        encoded = self._encode(reading)
+        parts = self._parts(encoded)
+        plan = self._plan
+        layout = LayoutStages(
+            Layout(plan.headers, plan.folders, self._options.over_long, self._options.shard_blocks),
+            {stage: plan.folder(stage) for stage in ("pack", "write")},
+            self._stages,
+            self._teller,
         )
+        packed = layout.pack(parts) if plan.packed else {}
+        for split in self._options.splits:
+            if not parts[split].documents or (packed and not sum(table["rows"] for table in packed[split])):
+                raise self._empty_split(split, packed.get(split, []))
+        shards = layout.write(parts, packed)
+        manifests = layout.manifests(shards, packed)
+        report = self._report(manifests, encoded)
+        self._work.put(REPORT_KEY, json.dumps({"keys": self._plan.keys, "report": report.stored()}).encode())
+        self._publish(manifests)
+        return report
 
-    def _read(self, directory: Path, num_buckets: int) -> tuple[list[Path], str | None]:
-        """Spills all documents -> (bucket files in order, the selection's limit as hex)."""
-        options = self._options
-        selection = Selection(options.max_bytes)
-        spill = Spill(directory, num_buckets)
-        for ordinal, document in enumerate(read_documents(options.source, self._reads)):
-            text = document.text.encode()
-            target = None if document.target is None else document.target.encode()
-            size = len(text) + len(target or b"")
-            self._read_bytes += size
-            key = identity(text, target, None if options.deduplicate else ordinal)
-            if selection.offer(key, size):
-                self._spilled_bytes += size
-                held_out = options.validation_fraction > 0 and is_validation(text, options.validation_fraction)
-                where = (document.line, held_out, document.id, document.origin)
-                kept = b"" if document.metadata is None else json.dumps(document.metadata, default=str).encode()
-                spill.add(Spilled(order_key(key, options.seed), key, ordinal, *where, text, target, kept))
-            else:
-                self._not_selected += 1
-            if ordinal % _REPORT_EVERY_DOCUMENTS == 0:
-                self._report("read", self._read_bytes, None)
-        buckets = spill.close()
-        if not buckets:
-            raise nothing_to_build(options.source, options.max_bytes)
-        return buckets, None if selection.limit is None else selection.limit.hex()
+    # ------------------------------------------------------------------------------------------- stages
 
-    def _assemble(
-        self, buckets: list[Path], encoding: Iterator[EncodeCounts], tokenizer: Tokenizer, directory: Path
-    ) -> tuple[dict[str, Manifest], EncodeCounts]:
-        options = self._options
-        splits = SPLITS if options.validation_fraction else SPLITS[:1]
-        assemblers: dict[str, Assembler] = {
-            split: open_assembler(
-                self._directory(directory, split), self._header(tokenizer, split), shard_blocks=options.shard_blocks
-            )
-            for split in splits
-        }
-        total = EncodeCounts()
-        for bucket, counts in zip(buckets, encoding, strict=True):
-            total += counts
-            for split, assembler in assemblers.items():
-                path = part_path(bucket, split)
-                if path.exists():
-                    assembler.add(Part.load(path))
-                    path.unlink()
-            self._report("encode", total.text_bytes, self._spilled_bytes)
-        for split, assembler in assemblers.items():
-            if not assembler.documents:
-                raise self._empty_split(split, total)
-        return {split: assembler.finish() for split, assembler in assemblers.items()}, total
+    def _keep_or_restart(self) -> None:
+        """Compares with the unfinished build that was left here, if any; removes what does not serve."""
+        plan, work = self._plan, self._work
+        folders = {plan.folder(stage) for stage in STAGES}
+        if work.exists(BUILD_KEY):
+            before = json.loads(work.get(BUILD_KEY))
+            kept = [stage for stage in STAGES if work.names(plan.folder(stage))]
+            differences = changes(before, plan.described)
+            if differences:
+                goes_on = f"keeps what it has done in {', '.join(kept)}" if kept else "starts from the beginning"
+                self._notice(
+                    f"an unfinished build was left with other inputs or options: {'; '.join(differences)}; {goes_on}"
+                )
+            elif kept:
+                self._notice(f"goes on with an unfinished build: keeps what it has done in {', '.join(kept)}")
+        for name in work.names():
+            if name not in folders and name not in (BUILD_KEY, REPORT_KEY):
+                drop_stage(work, name)
+        work.delete(REPORT_KEY)
+        work.put(BUILD_KEY, json.dumps(plan.described).encode())
 
-    def _directory(self, root: Path, split: str) -> Path:
-        return root / split if self._options.validation_fraction else root
+    def _read(self) -> list[dict[str, Any]]:
+        options, plan = self._options, self._plan
+        self._teller.phase("read", plan.expected_bytes)
 
-    def _header(self, tokenizer: Tokenizer, split: str) -> Manifest:
-        options, source = self._options, self._options.source
-        name = options.name or Path(options.out).absolute().name
-        pairs = source.pairs
-        return Manifest(
-            name=f"{name}-validation" if split == "validation" else name,
-            kind="pairs" if pairs else "tokens",
-            tokenizer_sha256=tokenizer.sha256,
-            vocabulary_size=tokenizer.vocabulary_size,
-            dtype=dtype_for(tokenizer.vocabulary_size),
-            eos_id=tokenizer.eos_id,
-            pad_id=tokenizer.pad_id,
-            start_id=tokenizer.start_id,
-            block_tokens=0 if pairs else options.block_tokens,
-            rows_per_block=options.rows_per_block if pairs else 0,
-            source_capacity=options.source_length,
-            target_capacity=options.target_length,
-            options={
-                "source": {
-                    key: list(value) if isinstance(value, tuple) else value for key, value in asdict(source).items()
-                },
-                "split": split,
-                "validation_fraction": options.validation_fraction,
+        def items() -> list[dict[str, Any]]:
+            return [{"files": [[number, *plan.files[number]] for number in piece]} for piece in plan.pieces]
+
+        def common() -> dict[str, Any]:
+            return {
+                "spec": plan.described["source"],
                 "seed": options.seed,
                 "deduplicate": options.deduplicate,
+                "validation_fraction": options.validation_fraction,
                 "max_bytes": options.max_bytes,
-                "shard_blocks": options.shard_blocks,
+                "run_bytes": self._budget(RUN_BYTES),
+            }
+
+        try:
+            results = self._stages.run(
+                "read",
+                plan.folder("read"),
+                common,
+                items,
+                self._teller.tick,
+                lambda one: self._teller.reuse(one["read_bytes"], 0),
+            )
+            for result in results:
+                self._counts.add(result["counts"])
+            check_fields_seen(options.source, self._counts)
+            if not any(result["runs"] for result in results):
+                raise nothing_to_build(options.source, options.max_bytes)
+        except DataError:
+            self._output.discard()
+            raise
+        return results
+
+    def _encode(self, reading: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        plan, work = self._plan, self._work
+        folder = plan.folder("encode")
+        runs = [Run(*run) for result in reading for run in result["runs"]]
+        self._teller.phase("encode", sum(one["kept_bytes"] - one["duplicate_bytes"] for one in reading) or None)
+
+        def items() -> list[dict[str, Any]]:
+            sizes = slot_sizes(work, runs)
+            enough = max(int(sizes.sum()) // _LEAST_RANGES, _LEAST_RANGE_BYTES)
+            return [
+                {"low": low, "high": high} for low, high in ranges_of(sizes, min(enough, self._budget(RANGE_BYTES)))
+            ]
+
+        def common() -> dict[str, Any]:
+            work.put(f"{folder}/{TOKENIZER}", self._tokenizer.to_bytes())
+            names = [os.fsencode(file.origin).decode("utf-8", "backslashreplace") for file in plan.files]
+            return {
+                "runs": [[run.key, run.bytes] for run in runs],
+                "files": names,
+                "deduplicate": self._options.deduplicate,
+                "limit": self._limit(reading),
+                "pairs": self._options.source.pairs,
+                "dtype": "<" + plan.headers["train"].dtype,
+                "range_bytes": self._budget(RANGE_BYTES),
+                "reading": _summed(reading) | {"counts": self._counts.to_json()},
+            }
+
+        results = self._stages.run(
+            "encode", folder, common, items, self._teller.tick, lambda one: self._teller.reuse(one["text_bytes"], 0)
+        )
+        reading_sums = json.loads(work.get(f"{folder}/common.json"))["reading"]
+        self._counts = ReadCounts()
+        self._counts.add(reading_sums.pop("counts"))
+        self._sums = reading_sums
+        drop_stage(work, plan.folder("read"))
+        self._teller.complete()
+        return results
+
+    def _limit(self, reading: list[dict[str, Any]]) -> str | None:
+        """The selection's limit as hex: what all pieces kept must fit, and no piece kept more than below its own."""
+        if self._options.max_bytes is None:
+            return None
+        selection = Selection(self._options.max_bytes)
+        for number in range(len(reading)):
+            kept = self._work.get(f"{self._plan.folder('read')}/{number:06d}.kept")
+            count = len(kept) // (DIGEST_BYTES + 8)
+            sizes = np.frombuffer(kept, dtype="<i8", offset=count * DIGEST_BYTES).tolist()
+            selection.merge(kept[: count * DIGEST_BYTES], sizes)
+        limits = [one["limit"] for one in reading if one["limit"] is not None]
+        if selection.limit is not None:
+            limits.append(selection.limit.hex())
+        return min(limits, default=None)
+
+    def _parts(self, encoded: list[dict[str, Any]]) -> dict[str, PartList]:
+        def of(split: str) -> list[PartInfo]:
+            return number_parts(tuple(part) for result in encoded for part in result["parts"][split])
+
+        return {split: PartList(of(split)) for split in self._options.splits}
+
+    def _budget(self, usual_bytes: int) -> int:
+        """Bytes of text that a process may hold at once."""
+        if self._options.memory_bytes is None:
+            return usual_bytes
+        # A run or range is in memory as records, parsed, decoded and as ids: about eight times its bytes.
+        share = self._options.memory_bytes // (8 * num_workers(self._options, self._plan.expected_bytes))
+        return min(usual_bytes, max(share, 2**16))
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def _publish(self, manifests: dict[str, Manifest]) -> None:
+        """The manifests last; of two splits, training is the last of all."""
+        publish(self._output.final, self._plan.folders, manifests)
+        self._output.commit()
+
+    def _report(self, manifests: dict[str, Manifest], encoded: list[dict[str, Any]]) -> BuildReport:
+        counts, sums = self._counts, self._sums
+        lengths: dict[str, dict[str, int]] = {}
+        for result in encoded:
+            merge_histograms(lengths, result["lengths"])
+        found = sum(result["documents"] for result in encoded)
+        selected = sum(part[1] for result in encoded for parts in result["parts"].values() for part in parts)
+        splits = self._options.splits
+        return BuildReport(
+            sources={
+                split: (f"{self._output.out}/{split}" if len(splits) > 1 else self._output.out, manifests[split])
+                for split in splits
             },
+            files=counts.files,
+            documents_read=counts.documents,
+            read_bytes=sums["read_bytes"],
+            empty=counts.empty,
+            invalid=counts.invalid,
+            invalid_examples=tuple(counts.invalid_examples),
+            repaired=counts.repaired,
+            other_members=counts.other_members,
+            duplicates=counts.documents - sums["not_selected"] - found,
+            not_selected=sums["not_selected"] + found - selected,
+            too_long=sum(manifest.dropped for manifest in manifests.values()),
+            shortened=sum(manifest.shortened for manifest in manifests.values()),
+            lengths=lengths,
+            tasks=self._stages.tasks,
+            reused_tasks=self._stages.reused,
+            seconds=self._teller.elapsed_s,
+            encoded_bytes=self._teller.session_bytes("encode"),
         )
 
-    def _num_workers(self, expected_bytes: int) -> int:
-        if self._options.workers is not None:
-            return self._options.workers
-        kept = min(expected_bytes, self._options.max_bytes or expected_bytes)
-        return 1 if kept < _IN_PROCESS_BYTES else len(os.sched_getaffinity(0))
-
-    def _empty_split(self, split: str, counts: EncodeCounts) -> DataError:
+    def _empty_split(self, split: str, packed: list[dict[str, Any]]) -> DataError:
         options = self._options
-        if counts.too_long and not options.validation_fraction:
-            return DataError(
-                f"source_length={options.source_length}, target_length={options.target_length}: none of the "
-                f"{counts.too_long} pairs fits a row. Each side with its end token needs a slot less than its length. "
-                "Raise --source-length and --target-length."
-            )
+        dropped = sum(table["dropped"] for table in packed)
+        if dropped:
+            return over_long_error(self._plan.headers[split], packed)
+        self._output.discard()
         return DataError(
             f"validation_fraction={options.validation_fraction:g} leaves no document for {split} (documents read: "
-            f"{self._reads.documents}). Both parts need at least one. Change --validation-fraction or give more text."
+            f"{self._counts.documents}). Both parts need at least one. Change --validation-fraction or give more text."
         )
 
-    def _report(self, phase: str, done_bytes: int, total_bytes: int | None) -> None:
-        self._progress(BuildProgress(phase, done_bytes, total_bytes, time.monotonic() - self._started, self._num_files))
+
+def _summed(reading: list[dict[str, Any]]) -> dict[str, int]:
+    names = ("read_bytes", "kept_bytes", "not_selected", "duplicate_bytes")
+    return {name: sum(result[name] for result in reading) for name in names}

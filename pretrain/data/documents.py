@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pretrain.data.format import document_id
@@ -96,6 +96,16 @@ class ReadCounts:
     other_members: int = 0  # of tars: neither text nor json
     invalid_examples: list[str] = field(default_factory=list)
     fields_seen: set[str] = field(default_factory=set)  # of id_field and keep_fields
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"fields_seen": sorted(self.fields_seen)}
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Adds the counts of another reader, as `to_json` gives them."""
+        for name in ("files", "documents", "empty", "invalid", "repaired", "other_members"):
+            setattr(self, name, getattr(self, name) + values[name])
+        self.invalid_examples = (self.invalid_examples + values["invalid_examples"])[:5]
+        self.fields_seen |= set(values["fields_seen"])
 
 
 class DocumentMaker:

@@ -174,12 +174,13 @@ def _documents(
 ) -> list[DocumentPart]:
     content = source.reader.read(address.block)
     provenance, continued = source.reader.provenance(address.block)
-    is_pair = isinstance(content, PairBlock)  # pairs are never cut
+    packed = source.manifest.packed  # such rows are never cut
     if isinstance(content, TokenBlock):
         ids, ends, capacity = content.ids, content.ends, sequence_length
         real = content.real_tokens
     else:
         ids, ends, capacity = content.target_ids, content.target_ends, source.manifest.target_capacity
+    if packed:
         last = int(ends.searchsorted((address.row + 1) * capacity, side="right"))
         real = int(ends[last - 1]) if last else 0
     start = address.row * capacity
@@ -197,7 +198,7 @@ def _documents(
                 origin=origin.origin,
                 line=origin.line,
                 num_tokens=until - first,
-                begins=is_pair or (first == int(ends[number - 1]) if number else first == 0 and not continued),
+                begins=packed or (first == int(ends[number - 1]) if number else first == 0 and not continued),
                 ends=number < ends.size and end <= stop,
                 text=tokenizer.decode(ids[first:until]),
                 source_text=_source_text(content, source, address, len(parts), tokenizer),

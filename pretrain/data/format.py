@@ -5,6 +5,7 @@ Takes a store that holds a source -> gives a checked `Manifest` and, per shard, 
     SOURCE/manifest.json     counts, layout, tokenizer, per shard sizes and hashes, sha256 of itself
     SOURCE/00000.tar         per block: NNNNNNNN.tok.u2 NNNNNNNN.end.u4 NNNNNNNN.json   (kind tokens)
                              NNNNNNNN.{src.u2,src.end.u4,tgt.u2,tgt.end.u4,json}        (kind pairs)
+    (rows of whole documents: kind tokens with `row_tokens`, a row's padding behind its last document)
     SOURCE/00000.tar.idx     int64 table, a row per block: block, real tokens, then offset, length, crc32 per member
 
 Invariants: blocks are numbered from 0 through all shards in order; only the last block of a source
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -26,7 +28,7 @@ from pretrain.errors import DataError
 if TYPE_CHECKING:
     from pretrain.store import Store
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 INDEX_SUFFIX = ".idx"
 END_DTYPE = "u4"
@@ -83,10 +85,13 @@ class Manifest:
 
     Attributes:
         block_tokens: tokens of a block (kind tokens), else 0.
+        row_tokens: slots of a row of whole documents (kind tokens), 0 where documents are cut at block ends.
         rows_per_block, source_capacity, target_capacity: layout of a block (kind pairs), else 0.
         tokens: real tokens, end-of-document ids included, padding not; target tokens for pairs.
         source_tokens: real source tokens (pairs), else 0.
         text_bytes: UTF-8 bytes of the documents' text, both sides for pairs.
+        fill_fraction: real tokens over slots, both sides for pairs.
+        dropped, shortened: documents that no row could hold and that were left out, or cut to fit.
         options: the build options that shaped the content.
         sha256: of the canonical JSON of all other fields; identifies the data in checkpoints.
     """
@@ -100,6 +105,7 @@ class Manifest:
     pad_id: int
     start_id: int
     block_tokens: int = 0
+    row_tokens: int = 0
     rows_per_block: int = 0
     source_capacity: int = 0
     target_capacity: int = 0
@@ -108,10 +114,23 @@ class Manifest:
     tokens: int = 0
     source_tokens: int = 0
     text_bytes: int = 0
+    fill_fraction: float = 0.0
+    dropped: int = 0
+    shortened: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     shards: tuple[ShardEntry, ...] = ()
     format_version: int = FORMAT_VERSION
     sha256: str = ""
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold whole documents."""
+        return self.kind == "pairs" or self.row_tokens > 0
+
+    @property
+    def block_slots(self) -> int:
+        """Token slots of a block, both sides for pairs."""
+        return self.block_tokens + self.rows_per_block * (self.source_capacity + self.target_capacity)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -129,14 +148,20 @@ class Manifest:
                 raise DataError(
                     f"sequence_length={sequence_length} does not fit source {self.name}. The writer packed its pairs "
                     f"for {self.target_capacity} target tokens. Set batch.sequence_length={self.target_capacity} and "
-                    f"batch.source_length={self.source_capacity}, or build again with --target-length."
+                    f"batch.source_length={self.source_capacity}, or change them with `pretrain data repack`."
                 )
             return self.rows_per_block
+        if self.row_tokens and sequence_length != self.row_tokens:
+            raise DataError(
+                f"sequence_length={sequence_length} does not fit source {self.name}. Its rows hold whole documents in "
+                f"{self.row_tokens} tokens. Set batch.sequence_length={self.row_tokens}, or change the source with "
+                "`pretrain data repack --row-tokens`."
+            )
         if sequence_length < 1 or self.block_tokens % sequence_length:
             raise DataError(
                 f"sequence_length={sequence_length} does not divide the block of source {self.name}. A block of "
-                f"{self.block_tokens} tokens is cut into whole rows. Choose a divisor, or build again with "
-                "--block-tokens."
+                f"{self.block_tokens} tokens is cut into whole rows. Choose a divisor, or change the block with "
+                "`pretrain data repack --block-tokens`."
             )
         return self.block_tokens // sequence_length
 
@@ -301,23 +326,52 @@ def document_id(origin: str, line: int) -> str:
     return f"{origin}:{line}" if line else origin
 
 
-def encode_provenance(documents: list[Provenance], *, continued: bool = False) -> bytes:
-    """The JSON member of a block: its documents in order; each origin once, ids only where not derived.
+def provenance_rest(item: Provenance) -> bytes:
+    """A document's own part of the JSON member: its line, then id and kept fields where it has such."""
+    own_id = None if item.id == document_id(item.origin, item.line) else item.id
+    if own_id is None and item.metadata is None:
+        return b"%d" % item.line
+    values = [item.line] + ([own_id, item.metadata] if item.metadata is not None else [own_id])
+    return canonical_json(values)[1:-1]
+
+
+def join_provenance(
+    origins: Sequence[str],
+    rests: Sequence[bytes],
+    *,
+    continued: bool = False,
+    text_bytes: Sequence[int] | None = None,
+    numbers: Sequence[int | list[int]] | None = None,
+) -> bytes:
+    """The JSON member of a block: its documents in order, each origin once.
 
     Args:
+        origins, rests: per document; `rests` as `provenance_rest` gives them.
         continued: the first document began in an earlier block.
+        text_bytes: UTF-8 bytes of each document's text; sources built here have them.
+        numbers: place of each document in the corpus (rows of whole documents); [number, piece] for a piece that is
+            not the last one of a document that no row could hold.
     """
-    origins: dict[str, int] = {}
-    rows: list[list[Any]] = []
-    for item in documents:
-        row: list[Any] = [origins.setdefault(item.origin, len(origins)), item.line]
-        own_id = item.id if item.id != document_id(item.origin, item.line) else None
-        if item.metadata is not None:
-            row += [own_id, item.metadata]
-        elif own_id is not None:
-            row.append(own_id)
-        rows.append(row)
-    return canonical_json({"continued": continued, "documents": rows, "origins": list(origins)})
+    seen: dict[str, int] = {}
+    rows = [
+        b"[%d,%b]" % (seen.setdefault(origin, len(seen)), rest) for origin, rest in zip(origins, rests, strict=True)
+    ]
+    return b"".join(
+        (
+            b'{"continued":%b,"documents":[' % (b"true" if continued else b"false"),
+            b",".join(rows),
+            b'],"numbers":' + canonical_json(numbers) if numbers is not None else b"]",
+            b',"origins":' + canonical_json(list(seen)),
+            b',"text_bytes":' + canonical_json(text_bytes) if text_bytes is not None else b"",
+            b"}",
+        )
+    )
+
+
+def encode_provenance(documents: list[Provenance], *, continued: bool = False) -> bytes:
+    """`join_provenance` of documents of which only the provenance is known."""
+    origins, rests = [item.origin for item in documents], [provenance_rest(item) for item in documents]
+    return join_provenance(origins, rests, continued=continued)
 
 
 def decode_provenance(data: bytes) -> tuple[list[Provenance], bool]:

@@ -45,10 +45,12 @@ class InputFile(NamedTuple):
     Attributes:
         origin: path or URL.
         size: bytes; 0 where a server does not say.
+        stamp: changes when the file does: its times, or what a server says of its version.
     """
 
     origin: str
     size: int
+    stamp: str = ""
 
     @property
     def name(self) -> str:
@@ -57,6 +59,16 @@ class InputFile(NamedTuple):
     @property
     def is_remote(self) -> bool:
         return "://" in self.origin
+
+    def check_unchanged(self) -> None:
+        """Raises DataError if a local file is no longer the one that was listed."""
+        if not self.is_remote and self.stamp:
+            now = _local(Path(self.origin))
+            if now != self:
+                raise DataError(
+                    f"{self.origin} has changed while it was read ({self.size} -> {now.size} bytes). A build reads "
+                    "what does not change. Start it again."
+                )
 
     @property
     def text_bytes(self) -> int:
@@ -169,7 +181,7 @@ def _format_by_suffix(name: str) -> Format | None:
 def _files_of(name: str, given: str, spec: SourceSpec) -> list[InputFile]:
     if "://" in name and not name.startswith("file://"):
         found = expand_remote(name, lambda base: _fits(base, spec))
-        files = [InputFile(origin, size) for origin, size in found]
+        files = [InputFile(*item) for item in found]
     else:
         files = [_local(path) for path in _paths_of(Path(name.removeprefix("file://")), name, spec)]
     if not files:
@@ -180,7 +192,8 @@ def _files_of(name: str, given: str, spec: SourceSpec) -> list[InputFile]:
 
 def _local(path: Path) -> InputFile:
     try:
-        return InputFile(path.as_posix(), path.stat().st_size)
+        status = path.stat()
+        return InputFile(path.as_posix(), status.st_size, f"{status.st_mtime_ns} {status.st_ctime_ns}")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}. Correct the path or its permissions.") from None
 

@@ -25,8 +25,9 @@ _JITTER = random.Random()  # own: the global generator belongs to whoever seeds 
 Answer = TypeVar("Answer")
 
 
-def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int]]:
-    """The files behind a URL -> (URL, bytes), sorted: itself, those of a folder whose names fit, or of a glob.
+def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int, str]]:
+    """The files behind a URL -> (URL, bytes, version as the server names it), sorted: itself, those of a folder whose
+    names fit, or of a glob.
 
     Names over HTTP are files: servers cannot list, and `?` belongs to the URL.
 
@@ -37,11 +38,12 @@ def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int]
     files, path = open_url(url)
     kind = url.split("://", 1)[0]
 
-    def described(info: dict[str, Any]) -> tuple[str, int]:
-        name = info["name"]
-        return (name if "://" in name else f"{kind}://{name.lstrip('/')}"), int(info.get("size") or 0)
+    def described(info: dict[str, Any], name: str = "") -> tuple[str, int, str]:
+        name = name or info["name"]
+        version = next((str(info[key]) for key in ("ETag", "etag", "LastModified", "mtime") if info.get(key)), "")
+        return (name if "://" in name else f"{kind}://{name.lstrip('/')}"), int(info.get("size") or 0), version
 
-    def look() -> list[tuple[str, int]]:
+    def look() -> list[tuple[str, int, str]]:
         try:
             info = files.info(path)
         except FileNotFoundError:
@@ -50,7 +52,7 @@ def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int]
             found = files.glob(path, detail=True) if any(character in path for character in "*?[") else {}
             return sorted(described(item) for item in found.values() if item["type"] == "file")
         if info["type"] == "file":
-            return [(url, int(info.get("size") or 0))]
+            return [described(info, url)]
         below = files.find(path, detail=True)
         return sorted(described(item) for name, item in below.items() if fits(name.rpartition("/")[2]))
 

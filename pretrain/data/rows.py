@@ -45,16 +45,16 @@ class SourceRows:
         return self.manifest.blocks * self.rows_per_block
 
     def count_real_rows(self) -> int:
-        """Rows that hold at least one document. Reads the last block of a pair source.
+        """Rows that hold at least one document. Reads the last block of a source whose rows hold whole documents.
 
         Raises:
             DataError: that block is damaged.
         """
-        if self.manifest.kind == "tokens":
+        if not self.manifest.packed:
             return -(-self.manifest.tokens // self._objective.row_tokens)
         last = self.reader.read(self.manifest.blocks - 1)
-        assert isinstance(last, PairBlock)
-        used = -(-int(last.target_ends[-1]) // self.manifest.target_capacity) if last.target_ends.size else 0
+        ends = last.target_ends if isinstance(last, PairBlock) else last.ends
+        used = -(-int(ends[-1]) // (self.manifest.target_capacity or self.manifest.row_tokens)) if ends.size else 0
         return (self.manifest.blocks - 1) * self.rows_per_block + used
 
     def row(self, block: int, row: int, key: int = 0) -> PackedRow:
@@ -70,8 +70,11 @@ class SourceRows:
         if isinstance(content, TokenBlock):
             length = self._objective.row_tokens
             start = row * length
-            num_real = min(max(content.real_tokens - start, 0), length)
             ends = _within(content.ends, start, length)
+            if self.manifest.row_tokens:  # whole documents, then the row's own padding
+                num_real = int(ends[-1]) if ends.size else 0
+            else:
+                num_real = min(max(content.real_tokens - start, 0), length)
             return self._objective.make(content.ids[start : start + length + 1], ends, num_real, key)
         source_length, target_length = self.manifest.source_capacity, self.manifest.target_capacity
         source, target = row * source_length, row * target_length

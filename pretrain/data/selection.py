@@ -12,7 +12,7 @@ Source: own; BLAKE2b with a person string per purpose.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
 from pretrain.data.sources import Document, ReadCounts, SourceSpec, read_documents
@@ -75,6 +75,18 @@ class Selection:
             self._members.discard(self._limit)
             self._total -= size
         return self._limit is None or identity_ < self._limit
+
+    def merge(self, identities: bytes, sizes: Sequence[int]) -> None:
+        """Offers what another selection of the same budget keeps, as its `kept` gives it."""
+        for number, size in enumerate(sizes):
+            self.offer(identities[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES], size)
+
+    def kept(self) -> tuple[bytes, list[int]]:
+        """(identities one after the other, bytes of each) of what is kept so far."""
+        members = sorted(self._heap, reverse=True)
+        return b"".join((-negative).to_bytes(DIGEST_BYTES, "big") for negative, _ in members), [
+            size for _, size in members
+        ]
 
     @property
     def limit(self) -> bytes | None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 import numpy as np
 
@@ -56,14 +57,17 @@ class BlockCounts:
     text_bytes: int
 
 
-class ShardWriter:
-    """One shard: the tar and its index."""
+class ShardBytes:
+    """One shard as the bytes of its tar, in pieces to be written one after the other, and its index.
 
-    def __init__(self, directory: Path, number: int, members: tuple[str, ...]) -> None:
+    Args:
+        number: of the shard.
+        header: the manifest of the source; its counts and shards are ignored.
+    """
+
+    def __init__(self, number: int, header: Manifest) -> None:
         self.name = shard_name(number)
-        self._path = directory / self.name
-        self._members = members
-        self._file = self._path.open("xb")
+        self._header = header
         self._hash = hashlib.sha256()
         self._offset = 0
         self._rows: list[list[int]] = []
@@ -73,32 +77,41 @@ class ShardWriter:
     def blocks(self) -> int:
         return len(self._rows)
 
-    def add(self, block: int, payloads: Sequence[bytes | memoryview], counts: BlockCounts) -> None:
-        """Appends one block's members, in the order of the format."""
+    def add(
+        self, block: int, arrays: Sequence[np.ndarray], provenance: bytes, counts: BlockCounts
+    ) -> Iterator[bytes | memoryview]:
+        """The bytes of one block's members: arrays in the order of the format, then the provenance.
+
+        Raises:
+            DataError: an array has the wrong length, or an id is outside the vocabulary.
+        """
+        payloads: list[bytes | memoryview] = [*_checked(block, arrays, self._header), provenance]
         row = [block, counts.tokens]
-        for suffix, payload in zip(self._members, payloads, strict=True):
+        for suffix, payload in zip(self._header.members, payloads, strict=True):
             size = len(payload)
-            self._write(ustar_header(f"{block:08d}.{suffix}", size))
+            yield self._counted(ustar_header(f"{block:08d}.{suffix}", size))
             row += [self._offset, size, zlib.crc32(payload)]
-            self._write(payload)
-            self._write(bytes(-size % _TAR_BLOCK))
+            yield self._counted(payload)
+            yield self._counted(bytes(-size % _TAR_BLOCK))
         self._rows.append(row)
         self._sums += (counts.documents, counts.tokens, counts.source_tokens, counts.text_bytes)
 
-    def close(self) -> ShardEntry:
-        """Ends the tar, writes the index, makes both durable."""
-        self._write(bytes(2 * _TAR_BLOCK))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        index = ShardIndex(np.array(self._rows, dtype=np.int64), self._members).to_bytes()
-        write_durably(self._path.with_name(self.name + INDEX_SUFFIX), index)
+    def end(self) -> bytes:
+        """The end of the tar."""
+        return bytes(self._counted(bytes(2 * _TAR_BLOCK)))
+
+    def index(self) -> bytes:
+        """The bytes of the `.idx`."""
+        return ShardIndex(np.array(self._rows, dtype=np.int64), self._header.members).to_bytes()
+
+    def entry(self) -> ShardEntry:
+        """The shard's line in the manifest, after `end`."""
         documents, tokens, source_tokens, text_bytes = (int(value) for value in self._sums)
         return ShardEntry(
             name=self.name,
             bytes=self._offset,
             sha256=self._hash.hexdigest(),
-            index_sha256=hashlib.sha256(index).hexdigest(),
+            index_sha256=hashlib.sha256(self.index()).hexdigest(),
             blocks=self.blocks,
             documents=documents,
             tokens=tokens,
@@ -106,13 +119,10 @@ class ShardWriter:
             text_bytes=text_bytes,
         )
 
-    def abandon(self) -> None:
-        self._file.close()
-
-    def _write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
+    def _counted(self, data: bytes | memoryview) -> bytes | memoryview:
         self._hash.update(data)
         self._offset += len(data)
+        return data
 
 
 class SourceWriter:
@@ -131,7 +141,8 @@ class SourceWriter:
         self._header = header
         self._shard_blocks = shard_blocks
         self._shards: list[ShardEntry] = []
-        self._open: ShardWriter | None = None
+        self._open: ShardBytes | None = None
+        self._file: IO[bytes] | None = None
         self._blocks = 0
 
     def add(self, arrays: Sequence[np.ndarray], provenance: bytes, counts: BlockCounts) -> None:
@@ -141,11 +152,12 @@ class SourceWriter:
             DataError: an array has the wrong length, or an id is outside the vocabulary.
             StoreError: the disk is full or not writable.
         """
-        payloads: list[bytes | memoryview] = [*self._checked(arrays), provenance]
         try:
-            if self._open is None:
-                self._open = ShardWriter(self._directory, len(self._shards), self._header.members)
-            self._open.add(self._blocks, payloads, counts)
+            if self._open is None or self._file is None:
+                self._open = ShardBytes(len(self._shards), self._header)
+                self._file = (self._directory / self._open.name).open("xb")
+            for piece in self._open.add(self._blocks, arrays, provenance, counts):
+                self._file.write(piece)
             self._blocks += 1
             if self._open.blocks == self._shard_blocks:
                 self._close_shard()
@@ -163,7 +175,7 @@ class SourceWriter:
             raise DataError(f"{self._directory} would be a source without a block. Give text to build from.")
         try:
             self._close_shard()
-            manifest = self._summed()
+            manifest = summed_manifest(self._header, self._shards)
             write_durably(self._directory / MANIFEST_NAME, manifest.to_json())
             fsync_directory(self._directory)
         except OSError as error:
@@ -176,50 +188,56 @@ class SourceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._open is not None:
-            self._open.abandon()
+        if self._file is not None:
+            self._file.close()
 
     def _close_shard(self) -> None:
-        if self._open is not None:
-            self._shards.append(self._open.close())
-            self._open = None
+        if self._open is not None and self._file is not None:
+            self._file.write(self._open.end())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            write_durably(self._directory / (self._open.name + INDEX_SUFFIX), self._open.index())
+            self._shards.append(self._open.entry())
+            self._open = self._file = None
 
-    def _summed(self) -> Manifest:
-        shards = tuple(self._shards)
-        manifest = replace(
-            self._header,
-            blocks=sum(shard.blocks for shard in shards),
-            documents=sum(shard.documents for shard in shards),
-            tokens=sum(shard.tokens for shard in shards),
-            source_tokens=sum(shard.source_tokens for shard in shards),
-            text_bytes=sum(shard.text_bytes for shard in shards),
-            shards=shards,
-        )
-        return replace(manifest, sha256=manifest.computed_sha256())
 
-    def _checked(self, arrays: Sequence[np.ndarray]) -> list[memoryview]:
-        """The arrays as little-endian bytes. Data members alternate ids, ends, (ids, ends)."""
-        header = self._header
-        if header.kind == "tokens":
-            sizes = [header.block_tokens + 1]
-        else:
-            sizes = [
-                header.rows_per_block * header.source_capacity,
-                header.rows_per_block * header.target_capacity,
-            ]
-        payloads = []
-        for position, (ids, ends) in enumerate(zip(arrays[0::2], arrays[1::2], strict=True)):
-            if ids.shape != (sizes[position],):
-                raise DataError(f"block {self._blocks} has {ids.shape} ids, the layout says {sizes[position]}.")
-            low, high = int(ids.min()), int(ids.max())
-            if low < 0 or high >= header.vocabulary_size:
-                raise DataError(
-                    f"token id {low if low < 0 else high} is outside the vocabulary. Ids of source {header.name} lie "
-                    f"in 0..{header.vocabulary_size - 1}. Build with the tokenizer that made the ids."
-                )
-            payloads.append(memoryview(ids.astype(f"<{header.dtype}").tobytes()))
-            payloads.append(memoryview(ends.astype("<u4").tobytes()))
-        return payloads
+def summed_manifest(header: Manifest, shards: Sequence[ShardEntry]) -> Manifest:
+    """The header with its shards, their sums, and its sha256."""
+    blocks = sum(shard.blocks for shard in shards)
+    tokens, source_tokens = sum(shard.tokens for shard in shards), sum(shard.source_tokens for shard in shards)
+    manifest = replace(
+        header,
+        blocks=blocks,
+        documents=sum(shard.documents for shard in shards),
+        tokens=tokens,
+        source_tokens=source_tokens,
+        text_bytes=sum(shard.text_bytes for shard in shards),
+        fill_fraction=round((tokens + source_tokens) / (blocks * header.block_slots), 6),
+        shards=tuple(shards),
+    )
+    return replace(manifest, sha256=manifest.computed_sha256())
+
+
+def _checked(block: int, arrays: Sequence[np.ndarray], header: Manifest) -> list[memoryview]:
+    """The arrays as little-endian bytes. Data members alternate ids, ends, (ids, ends)."""
+    if header.kind == "tokens":
+        sizes = [header.block_tokens + 1]
+    else:
+        sizes = [header.rows_per_block * header.source_capacity, header.rows_per_block * header.target_capacity]
+    payloads = []
+    for position, (ids, ends) in enumerate(zip(arrays[0::2], arrays[1::2], strict=True)):
+        if ids.shape != (sizes[position],):
+            raise DataError(f"block {block} has {ids.shape} ids, the layout says {sizes[position]}.")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= header.vocabulary_size:
+            raise DataError(
+                f"token id {low if low < 0 else high} is outside the vocabulary. Ids of source {header.name} lie "
+                f"in 0..{header.vocabulary_size - 1}. Build with the tokenizer that made the ids."
+            )
+        payloads.append(memoryview(ids.astype(f"<{header.dtype}").tobytes()))
+        payloads.append(memoryview(ends.astype("<u4").tobytes()))
+    return payloads
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -17,7 +17,16 @@ from pretrain.data.read_lines import read_jsonl, read_text
 from pretrain.data.read_table import read_arrow, read_parquet
 from pretrain.data.read_tar import read_tar
 
-__all__ = ["Document", "InputFile", "ReadCounts", "SourceSpec", "expand_braces", "list_files", "read_documents"]
+__all__ = [
+    "Document",
+    "InputFile",
+    "ReadCounts",
+    "SourceSpec",
+    "expand_braces",
+    "list_files",
+    "read_documents",
+    "read_file",
+]
 
 _READERS: dict[Format, Callable[[InputFile, DocumentMaker], Iterator[Document]]] = {
     "text": read_text,
@@ -39,12 +48,17 @@ def read_documents(spec: SourceSpec, counts: ReadCounts | None = None) -> Iterat
     """
     counts = counts if counts is not None else ReadCounts()
     for file in list_files(spec):
-        counts.files += 1
-        reader = _READERS[format_of(file, spec)]
-        for document in reader(file, DocumentMaker(file.origin, spec, counts)):
-            if not document.text.strip() or (document.target is not None and not document.target.strip()):
-                counts.empty += 1
-                continue
-            counts.documents += 1
-            yield document
+        yield from read_file(file, spec, counts)
     check_fields_seen(spec, counts)
+
+
+def read_file(file: InputFile, spec: SourceSpec, counts: ReadCounts) -> Iterator[Document]:
+    """The documents with text of one file, counted. Raises as `read_documents`."""
+    counts.files += 1
+    reader = _READERS[format_of(file, spec)]
+    for document in reader(file, DocumentMaker(file.origin, spec, counts)):
+        if not document.text.strip() or (document.target is not None and not document.target.strip()):
+            counts.empty += 1
+            continue
+        counts.documents += 1
+        yield document

@@ -127,6 +127,11 @@ class Tokenizer:
         flat = np.fromiter(chain.from_iterable(lists), dtype=np.uint32, count=int(lengths.sum()))
         return flat, lengths
 
+    def encode_ended(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """`encode_flat` with the end token behind each text, counted in its length."""
+        ids, lengths = self.encode_flat(texts)
+        return np.insert(ids, np.cumsum(lengths), self.eos_id), lengths + 1
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special ids spell nothing, invalid UTF-8 becomes U+FFFD.
 

@@ -9,6 +9,7 @@ Source: own; independent of the reader, which checks only what it reads.
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -142,8 +143,13 @@ class _ShardCheck:
         last = index.block_number(row) == manifest.blocks - 1
         if manifest.kind == "tokens":
             ids, ends = sides[0]
-            yield from self._text(ids, ends, index.real_tokens(row), len(documents), last=last)
-            sums += (len(ends), index.real_tokens(row), 0)
+            if manifest.row_tokens:
+                pieces = _unfinished(bytes(members[-1]))
+                yield from self._rows(ids, ends, index.real_tokens(row), len(documents), pieces)
+            else:
+                pieces = 0
+                yield from self._text(ids, ends, index.real_tokens(row), len(documents), last=last)
+            sums += (len(ends) - pieces, index.real_tokens(row), 0)
             self.next_token = int(ids[-1])
         else:
             source, target = (
@@ -159,6 +165,25 @@ class _ShardCheck:
                 yield f"the index says {index.real_tokens(row)} target tokens, the rows hold {target[0]}"
             sums += (len(documents), target[0], source[0])
             self.next_token = manifest.eos_id
+
+    def _rows(
+        self, ids: np.ndarray, ends: np.ndarray, real_tokens: int, num_documents: int, pieces: int
+    ) -> Iterator[str]:
+        """Rows of whole documents; `pieces` of them are parts of documents that no row could hold."""
+        manifest = self._manifest
+        if len(ids) != manifest.block_tokens + 1:
+            yield f"{len(ids)} ids, a block has {manifest.block_tokens + 1}"
+            return
+        found = _row_lengths(ends, manifest.row_tokens, free_slots=0)
+        if found is None or (len(ends) and int(ends[-1]) > manifest.block_tokens):
+            yield "document ends are not ascending"
+            return
+        if (ids[ends - 1] != manifest.eos_id).sum() > pieces:
+            yield "a document does not end with eos"
+        if found[0] != real_tokens:
+            yield f"the index says {real_tokens} tokens, the rows hold {found[0]}"
+        if num_documents != len(ends):
+            yield f"{num_documents} documents in the provenance, {len(ends)} in the block"
 
     def _text(
         self, ids: np.ndarray, ends: np.ndarray, real_tokens: int, num_documents: int, *, last: bool
@@ -183,12 +208,17 @@ class _ShardCheck:
             yield f"{num_documents} documents in the provenance, {len(ends) + goes_on} in the block"
 
 
-def _row_lengths(ends: np.ndarray, capacity: int) -> tuple[int, np.ndarray] | None:
+def _unfinished(provenance: bytes) -> int:
+    """Pieces of documents that go on in another row."""
+    return sum(isinstance(number, list) for number in json.loads(provenance).get("numbers", ()))
+
+
+def _row_lengths(ends: np.ndarray, capacity: int, free_slots: int = 1) -> tuple[int, np.ndarray] | None:
     """(tokens of all rows, row of each document); None if the ends break the layout."""
     rows = (ends - 1) // capacity
     starts = np.concatenate([[0], ends[:-1]])
     new_row = np.concatenate([[True], rows[1:] != rows[:-1]]) if len(rows) else np.zeros(0, dtype=bool)
     lengths = ends - np.where(new_row, rows * capacity, starts)
-    if (lengths < 1).any() or (ends == (rows + 1) * capacity).any():
+    if (lengths < 1).any() or (ends > (rows + 1) * capacity - free_slots).any():
         return None
     return int(lengths.sum()), rows

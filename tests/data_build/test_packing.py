@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.data.packing import BlockCutter, CutBlock, FirstFitPacker, lay_out_rows
+from pretrain.data.packing import BlockCutter, CutBlock, fit_documents, lay_out, pack_window
 
 EOS, PAD = 0, 1
 LENGTHS = st.lists(st.integers(1, 23), min_size=1, max_size=40)
@@ -52,57 +52,88 @@ def test_blocks_are_the_concatenation_cut_at_fixed_places(lengths: list[int], pi
         assert block.continued == (start > 0 and stream[start - 1] != EOS)
 
 
-@settings(derandomize=True, deadline=None, max_examples=80)
-@given(lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 14)), max_size=60), open_rows=st.integers(1, 6))
-def test_first_fit_loses_no_pair_and_keeps_a_slot_free_on_each_side(
-    lengths: list[tuple[int, int]], open_rows: int
-) -> None:
-    packer = FirstFitPacker(10, 15, open_rows=open_rows)
-    closed = [packer.add(number, *pair) for number, pair in enumerate(lengths)]
-    rows = [row for row in closed if row is not None] + list(packer.finish())
+PAIRS = st.lists(st.tuples(st.integers(1, 14), st.integers(1, 9)), max_size=60)
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(lengths=PAIRS)
+def test_pairs_are_packed_once_whole_and_within_both_capacities(lengths: list[tuple[int, int]]) -> None:
+    rows = pack_window(np.array(lengths, dtype=np.int64).reshape(-1, 2), (14, 9))
     assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
     for row in rows:
         assert row == sorted(row)
-        assert sum(lengths[number][0] for number in row) <= 9
-        assert sum(lengths[number][1] for number in row) <= 14
+        assert sum(lengths[number][0] for number in row) <= 14
+        assert sum(lengths[number][1] for number in row) <= 9
+    assert pack_window(np.array(lengths, dtype=np.int64).reshape(-1, 2), (14, 9)) == rows
 
 
-def test_with_rows_enough_the_packer_is_plain_first_fit() -> None:
-    rng = random.Random(3)
-    lengths = [(rng.randint(1, 9), rng.randint(1, 14)) for _ in range(200)]
-    rows: list[list[int]] = []
-    for number, (source, target) in enumerate(lengths):
-        for row in rows:
-            if (
-                sum(lengths[other][0] for other in row) + source <= 9
-                and sum(lengths[other][1] for other in row) + target <= 14
-            ):
-                row.append(number)
-                break
-        else:
-            rows.append([number])
-    packer = FirstFitPacker(10, 15, open_rows=1000)
-    assert all(packer.add(number, *pair) is None for number, pair in enumerate(lengths))
-    assert list(packer.finish()) == rows
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60))
+def test_rows_of_one_side_are_those_of_a_plain_loop(lengths: list[int]) -> None:
+    """Independent: the longest document left that fits, by looking at all of them."""
+    left = list(range(len(lengths)))
+    expected = []
+    while left:
+        row: list[int] = []
+        while fitting := [n for n in left if lengths[n] <= 20 - sum(lengths[other] for other in row)]:
+            chosen = max(fitting, key=lambda n: (lengths[n], -n))
+            row.append(chosen)
+            left.remove(chosen)
+        expected.append(sorted(row))
+    assert pack_window(np.array(lengths, dtype=np.int64)[:, None], (20,)) == expected
 
 
-def test_short_pairs_fill_rows_well() -> None:
+def test_short_pairs_fill_nearly_every_slot() -> None:
     rng = random.Random(0)
-    packer = FirstFitPacker(129, 129)
-    lengths = [(rng.randint(3, 40), rng.randint(3, 40)) for _ in range(3000)]
-    rows = [row for number, pair in enumerate(lengths) if (row := packer.add(number, *pair))] + list(packer.finish())
-    fill = sum(map(sum, lengths)) / (len(rows) * 256)
-    assert fill > 0.9
+    sources = [min(2 + int(rng.expovariate(0.15)), 100) for _ in range(8000)]
+    lengths = np.array([(source, max(2, round(source * rng.uniform(0.7, 1.4)))) for source in sources])
+    capacity = 128
+    other = round(capacity * lengths[:, 1].sum() / lengths[:, 0].sum())
+    rows = pack_window(lengths, (capacity - 1, other - 1))
+    assert lengths.sum() / (len(rows) * (capacity + other)) > 0.97
 
 
-def test_a_pair_longer_than_a_row_is_refused() -> None:
-    for pair in ((10, 1), (1, 15)):
-        with pytest.raises(ValueError, match="exceeds"):
-            FirstFitPacker(10, 15).add(0, *pair)
+def test_documents_longer_than_a_row_are_refused_by_the_packer() -> None:
+    for pair in ((10, 1), (1, 15), (0, 1)):
+        with pytest.raises(ValueError, match="are packed, got"):
+            pack_window(np.array([pair]), (9, 14))
 
 
-def test_rows_lie_at_fixed_places_with_padding_between() -> None:
-    rows = [[np.array([5, 6]), np.array([7])], [np.array([8, 9])]]
-    ids, ends = lay_out_rows(rows, rows_per_block=3, capacity=5, pad_id=PAD)
-    assert ids.tolist() == [5, 6, 7, PAD, PAD, 8, 9, PAD, PAD, PAD] + [PAD] * 5
-    assert ends.tolist() == [2, 3, 7]
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=30), limit=st.integers(1, 20))
+def test_over_long_documents_are_dropped_cut_or_split_as_told(lengths: list[int], limit: int) -> None:
+    column = np.array(lengths, dtype=np.int64)[:, None]
+    fits = [number for number, length in enumerate(lengths) if length <= limit]
+    dropped = fit_documents(column, (limit,), "drop")
+    assert dropped.document.tolist() == fits
+    assert dropped.dropped == len(lengths) - len(fits)
+    cut = fit_documents(column, (limit,), "cut")
+    assert cut.lengths[:, 0].tolist() == [min(length, limit) for length in lengths]
+    assert (cut.shortened, cut.dropped) == (len(lengths) - len(fits), 0)
+    split = fit_documents(column, (limit,), "split")
+    tokens = [
+        (document, start + place)
+        for document, start, length in zip(
+            split.document.tolist(), split.start.tolist(), split.lengths[:, 0].tolist(), strict=True
+        )
+        for place in range(length)
+    ]
+    assert tokens == [(number, place) for number, length in enumerate(lengths) for place in range(length)]
+    assert split.lengths.max() <= limit
+    assert split.final.sum() == len(lengths)
+    assert (split.dropped, split.shortened) == (0, 0)
+
+
+def test_a_pair_is_cut_on_each_side_alone_and_never_split() -> None:
+    lengths = np.array([[5, 30], [3, 4], [30, 30]])
+    cut = fit_documents(lengths, (10, 20), "cut")
+    assert cut.lengths.tolist() == [[5, 20], [3, 4], [10, 20]]
+    assert cut.shortened == 2
+    with pytest.raises(ValueError, match="one side"):
+        fit_documents(lengths, (10, 20), "split")
+
+
+def test_rows_lie_at_fixed_places() -> None:
+    start, stop = lay_out(np.array([0, 0, 2, 2, 2]), np.array([2, 1, 3, 1, 1]), 5)
+    assert start.tolist() == [0, 2, 10, 13, 14]
+    assert stop.tolist() == [2, 3, 13, 14, 15]
