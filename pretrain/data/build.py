@@ -31,7 +31,7 @@ from pretrain.data.progress import ProgressTeller
 from pretrain.data.selection import DIGEST_BYTES, Selection, nothing_to_build
 from pretrain.data.sources import list_files
 from pretrain.data.spill import RANGE_BYTES, RUN_BYTES, Run, ranges_of, slot_sizes
-from pretrain.data.stages import StageRunner, drop_stage
+from pretrain.data.build_stages import StageRunner, drop_stage
 from pretrain.data.task_pool import OwnProcess, TaskPool, WorkerProcesses
 from pretrain.data.tasks import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer

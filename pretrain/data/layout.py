@@ -15,7 +15,7 @@ from pretrain.data.part import PartList
 from pretrain.data.progress import ProgressTeller
 from pretrain.data.shard_writer import summed_manifest
 from pretrain.data.stage_pack import row_limits
-from pretrain.data.stages import StageRunner
+from pretrain.data.build_stages import StageRunner
 from pretrain.errors import DataError
 from pretrain.store import Store
 

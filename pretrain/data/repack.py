@@ -21,7 +21,7 @@ from pretrain.data.packing import OverLong
 from pretrain.data.part import PartInfo, PartList
 from pretrain.data.progress import ProgressTeller
 from pretrain.data.stage_pack import row_limits
-from pretrain.data.stages import StageRunner, drop_stage
+from pretrain.data.build_stages import StageRunner, drop_stage
 from pretrain.data.task_pool import OwnProcess, WorkerProcesses
 from pretrain.errors import DataError, StoreError
 from pretrain.store import open_store

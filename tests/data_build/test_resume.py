@@ -18,7 +18,7 @@ import pytest
 from pretrain.data import build_plan, layout, stage_read
 from pretrain.data.build import BuildOptions, build
 from pretrain.data.output import Output
-from pretrain.data.stages import StageRunner
+from pretrain.data.build_stages import StageRunner
 from pretrain.errors import DataError
 from pretrain.store.local import LocalStore
 from tests.data_build.corpus import (
