@@ -20,6 +20,7 @@ BENCHMARKS = {
     "loss": (2, "fused linear cross-entropy against plain: time and peak memory"),
     "attention": (2, "packed documents against a dense mask; growth of peak memory with the length"),
     "loader": (1, "tokens/s from shards against webdataset and a memory map; time to resume"),
+    "build": (2, "text to shards against bare encode_batch_fast on as many threads"),
     "checkpoint": (2, "stall and bandwidth of a save against a memory copy, DeepSpeed's save and a plain write"),
     "recover": (1, "kill -9 of a rank to the next finished step of pretrain train"),
     "growth": (1, "exponents of time over ranks, shards, parameters and checkpoints"),

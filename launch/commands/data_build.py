@@ -76,7 +76,7 @@ def register(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 def build(args: argparse.Namespace) -> int:
     """Builds and prints where the sources are and what was left out."""
     from launch.build_view import describe_build, plot_build, progress_line
-    from pretrain.data.build import BuildOptions, local_pool
+    from pretrain.data.build import BuildOptions, OpenPool, local_pool
     from pretrain.data.build import build as build_sources
 
     options = BuildOptions(
@@ -99,7 +99,7 @@ def build(args: argparse.Namespace) -> int:
         memory_bytes=args.memory,
         work=args.work,
     )
-    open_pool = local_pool
+    open_pool: OpenPool = local_pool
     if args.ray:
         from launch.data_build import ray_pool
 

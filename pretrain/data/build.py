@@ -21,6 +21,7 @@ import numpy as np
 from pretrain.data.build_options import BuildOptions
 from pretrain.data.build_plan import STAGES, BuildPlan, changes, make_plan
 from pretrain.data.build_report import BuildProgress, BuildReport
+from pretrain.data.build_stages import StageRunner, drop_stage
 from pretrain.data.documents import ReadCounts, check_fields_seen
 from pretrain.data.format import Manifest
 from pretrain.data.histogram import merge_histograms
@@ -31,7 +32,6 @@ from pretrain.data.progress import ProgressTeller
 from pretrain.data.selection import DIGEST_BYTES, Selection, nothing_to_build
 from pretrain.data.sources import list_files
 from pretrain.data.spill import RANGE_BYTES, RUN_BYTES, Run, ranges_of, slot_sizes
-from pretrain.data.build_stages import StageRunner, drop_stage
 from pretrain.data.task_pool import OwnProcess, TaskPool, WorkerProcesses
 from pretrain.data.tasks import TOKENIZER
 from pretrain.data.tokenizer import Tokenizer

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pretrain.data.build_stages import StageRunner
 from pretrain.data.format import INDEX_SUFFIX, MANIFEST_NAME, Manifest, ShardEntry
 from pretrain.data.packing import WINDOW_DOCUMENTS
 from pretrain.data.part import PartList
 from pretrain.data.progress import ProgressTeller
 from pretrain.data.shard_writer import summed_manifest
 from pretrain.data.stage_pack import row_limits
-from pretrain.data.build_stages import StageRunner
 from pretrain.errors import DataError
 from pretrain.store import Store
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from pretrain.data.format import MANIFEST_NAME
 from pretrain.data.shard_writer import fsync_directory
 from pretrain.errors import DataError, StoreError, UserError
 from pretrain.store import Store, open_store
@@ -58,7 +59,7 @@ class Output:
         if not self.is_remote:
             self._take_lock()
         if self._exists():
-            self.committed = self.work.exists(REPORT_KEY)
+            self.committed = self.work.exists(REPORT_KEY) and self._is_published()
             if not self.committed and not (self.is_remote and self.work.exists(BUILD_KEY)):
                 raise self._refusal()
         for store in (self.work, self.final):
@@ -103,6 +104,10 @@ class Output:
 
     def _exists(self) -> bool:
         return bool(self.final.names()) if self.is_remote else os.path.lexists(self.out)
+
+    def _is_published(self) -> bool:
+        """A directory was renamed when it was whole; of an object store the last manifest says so."""
+        return not self.is_remote or any(self.final.exists(key) for key in (MANIFEST_NAME, f"train/{MANIFEST_NAME}"))
 
     def _refusal(self) -> DataError:
         return DataError(f"out={self.out} exists. A source is never changed. Choose another --out or remove it.")

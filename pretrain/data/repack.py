@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from pretrain.data.build_report import BuildProgress
+from pretrain.data.build_stages import StageRunner, drop_stage
 from pretrain.data.format import MAX_BLOCK_TOKENS, Manifest, read_manifest
 from pretrain.data.layout import Layout, LayoutStages, publish
 from pretrain.data.output import BUILD_KEY, Output
@@ -21,7 +22,6 @@ from pretrain.data.packing import OverLong
 from pretrain.data.part import PartInfo, PartList
 from pretrain.data.progress import ProgressTeller
 from pretrain.data.stage_pack import row_limits
-from pretrain.data.build_stages import StageRunner, drop_stage
 from pretrain.data.task_pool import OwnProcess, WorkerProcesses
 from pretrain.errors import DataError, StoreError
 from pretrain.store import open_store

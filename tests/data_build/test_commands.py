@@ -47,13 +47,22 @@ def test_pairs_and_the_words_that_a_person_reads(
 ) -> None:
     out = str(tmp_path / "out")
     fields = ["--source-field", "en", "--target-field", "de", "--source-length", "32", "--target-length", "64"]
+    assert main(["data", "build", inputs, "--out", out, "--tokenizer", tokenizer_path, *fields]) == 2
+    assert "pairs fit no row" in capsys.readouterr().err
+    fields += ["--over-long", "drop"]
     assert main(["data", "build", inputs, "--out", out, "--tokenizer", tokenizer_path, *fields]) == 0
     shown = capsys.readouterr()
     left_out = 40 - manifest_of(out).documents
     assert f"train: {out}: {40 - left_out} documents" in shown.out
     assert f"{left_out} longer than a row" in shown.out
     assert "MB/s" in shown.out
-    assert shown.err.startswith("reading 1 file\nencode ")
+    assert "goes on with an unfinished build: keeps what it has done in encode, pack" in shown.err
+    assert "reading 1 file\nencode " in shown.err
+    assert "% of the slots filled" in shown.out
+    assert (tmp_path / "out" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["data", "stats", out, "--plot", str(tmp_path / "stats.png")]) == 0
+    assert (tmp_path / "stats.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
     assert main(["data", "stats", out, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)[0]["lengths"]) == {"source", "target"}
 

@@ -17,8 +17,8 @@ import pytest
 
 from pretrain.data import build_plan, layout, stage_read
 from pretrain.data.build import BuildOptions, build
-from pretrain.data.output import Output
 from pretrain.data.build_stages import StageRunner
+from pretrain.data.output import Output
 from pretrain.errors import DataError
 from pretrain.store.local import LocalStore
 from tests.data_build.corpus import (
@@ -37,7 +37,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 @pytest.fixture(autouse=True)
 def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tasks in every stage of a corpus of a few kB."""
-    monkeypatch.setattr(build_plan, "_PIECE_BYTES", 6000)
+    monkeypatch.setattr(build_plan, "_PIECE_BYTES", 4000)
     monkeypatch.setattr("pretrain.data.build._LEAST_RANGE_BYTES", 2000)
     monkeypatch.setattr("pretrain.data.stage_encode._PART_TOKENS", 300)
     monkeypatch.setattr("pretrain.data.stage_pack.WINDOW_DOCUMENTS", 64)
@@ -47,7 +47,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def corpus(texts: Path) -> Path:
     records = [
-        {"en": text[:60], "de": text[:80], "text": text, "id": f"n{n}"} for n, text in enumerate(numbered_texts(200))
+        {"en": text[:60], "de": text[:80], "text": text, "id": f"n{n}"} for n, text in enumerate(numbered_texts(120))
     ]
     for number in range(4):
         write_jsonl(texts / f"{number}.jsonl", records[number::4])
@@ -117,6 +117,9 @@ POINTS: dict[str, Patch] = {
 }
 
 
+OF_PAIRS = ("packing",)  # what is left for them: the rest is the same for texts
+
+
 def _killed(options: BuildOptions, patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the build in a forked process that dies at the point."""
     child = os.fork()
@@ -134,6 +137,10 @@ def _killed(options: BuildOptions, patch: Patch, monkeypatch: pytest.MonkeyPatch
 def _done_tasks(out: Path) -> int:
     work = Path(f"{out}.partial/work")
     whole = {path.parent for path in work.glob("*/stage.json")}
+    if any(folder.name.startswith("encode-") for folder in whole):
+        whole = {folder for folder in whole if not folder.name.startswith("read-")}  # nobody needs it any more
+        for path in work.glob("read-*/done/*.json"):
+            path.unlink()
     running = [path for path in work.glob("*/done/*.json") if path.parent.parent not in whole]
     return len(running) + sum(len(json.loads((folder / "stage.json").read_bytes())) for folder in whole)
 
@@ -143,11 +150,11 @@ def test_a_build_killed_at_any_point_goes_on_to_the_same_bytes(
     tmp_path: Path, corpus: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     make = text_options if kind == "text" else pair_options
-    changes: dict[str, Any] = {"validation_fraction": 0.2, "name": "same", "shard_blocks": 2}
+    changes: dict[str, Any] = {"validation_fraction": 0.2, "name": "same", "shard_blocks": 24 if kind == "text" else 4}
     calm = build(make(corpus, tmp_path / "calm", tokenizer_path, **changes))
     expected = file_hashes(tmp_path / "calm")
     for point, patch in POINTS.items():
-        if (point, kind) in [("packing", "text")]:
+        if (kind == "pairs") != (point in OF_PAIRS):
             continue
         out = tmp_path / point
         options = make(corpus, out, tokenizer_path, **changes)
@@ -248,4 +255,4 @@ def test_a_killed_builder_takes_its_workers_with_it_and_the_next_goes_on(
     assert time.monotonic() - started < 30
     build(text_options(corpus, tmp_path / "calm", tokenizer_path, name="out"))
     assert file_hashes(out) == file_hashes(tmp_path / "calm")
-    assert manifest_of(out).documents == 200
+    assert manifest_of(out).documents == 120

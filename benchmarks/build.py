@@ -1,0 +1,128 @@
+"""Building: text to shards against bare `encode_batch_fast` of the same texts on as many threads.
+
+Ours reads compressed JSON lines, hashes, sorts, drops duplicates, tokenises, packs and writes; the baseline has the
+texts in memory and throws the ids away. Prose (about 100 tokens a document), code (about 4,000) and short texts (about 10):
+`prose.en`, `code.python` and the English sides of `en-de.train` (.jsonl.gz) in the folder PRETRAIN_CORPORA, or
+else what Python's standard library holds: docstrings, modules, and lines of docstrings.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import os
+import shutil
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from benchmarks.result import Result, interleave, median, median_ratio
+from pretrain.data.build import BuildOptions, build
+from pretrain.data.sources import SourceSpec
+from pretrain.data.tokenizer import Tokenizer, train_bpe
+
+THREADS = 2
+VOCABULARY = 16384
+_FILES = {"prose": ("prose.en", "text"), "code": ("code.python", "text"), "short": ("en-de.train", "en")}
+
+
+def texts_of(kind: str, num_bytes: int) -> list[str]:
+    """Different texts of one kind, about so many bytes of them, or all there are."""
+    found: dict[str, None] = {}
+    size = 0
+    for text in _texts(kind):
+        if text.strip() and text not in found:
+            found[text] = None
+            size += len(text.encode())
+            if size >= num_bytes:
+                break
+    return list(found)
+
+
+def _texts(kind: str) -> Iterator[str]:
+    folder = os.environ.get("PRETRAIN_CORPORA")
+    if folder:
+        name, field = _FILES[kind]
+        with gzip.open(Path(folder, f"{name}.jsonl.gz"), "rt", encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)[field]
+        return
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if kind == "code":
+            yield text
+            continue
+        for docstring in _docstrings(text):
+            yield from docstring.splitlines() if kind == "short" else [docstring]
+
+
+def _docstrings(source: str) -> Iterator[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def bare_mb_per_s(tokenizer: Tokenizer, texts: list[str]) -> float:
+    """MB/s of `encode_batch_fast`, a thousand texts at a time (fewer where they are long)."""
+    encode = tokenizer.bare_encoder()
+    num_bytes = sum(len(text.encode()) for text in texts)
+    at_once = max(1, min(1000, 2**20 * len(texts) // num_bytes))
+    rest = iter(texts)
+    started = time.perf_counter()
+    while batch := list(islice(rest, at_once)):
+        encode(batch, add_special_tokens=False)
+    return num_bytes / 1e6 / (time.perf_counter() - started)
+
+
+def build_mb_per_s(corpus: Path, tokenizer: Path, num_bytes: int) -> float:
+    """MB/s of a whole build, from the start of its workers to the published source."""
+    out = corpus.with_name("out")
+    started = time.perf_counter()
+    build(BuildOptions(SourceSpec((str(corpus),)), str(out), str(tokenizer), workers=THREADS))
+    elapsed = time.perf_counter() - started
+    shutil.rmtree(out)
+    return num_bytes / 1e6 / elapsed
+
+
+def measure(*, quick: bool, command: str) -> list[Result]:
+    """Ratio per kind of text; MB/s on prose."""
+    num_bytes, repetitions = (4 * 10**6, 2) if quick else (30 * 10**6, 3)
+    results = []
+    os.environ.update(TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(THREADS))
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = {kind: texts_of(kind, num_bytes) for kind in _FILES}
+        sample = [text for texts in kinds.values() for text in texts[:: max(1, len(texts) * 40 // 400)]]
+        path = Path(folder, "tokenizer.json")
+        train_bpe(sample, VOCABULARY).save(path)
+        tokenizer = Tokenizer.load(path)
+        for kind, texts in kinds.items():
+            corpus = Path(folder, f"{kind}.jsonl.gz")
+            with gzip.open(corpus, "wt", compresslevel=3, encoding="utf-8") as file:
+                file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+            size = sum(len(text.encode()) for text in texts)
+            values = interleave(
+                {
+                    "ours": partial(build_mb_per_s, corpus, path, size),
+                    "bare": partial(bare_mb_per_s, tokenizer, texts),
+                },
+                repetitions,
+            )
+            name = "build.vs_encode_batch_fast" if kind == "prose" else f"build.{kind}_vs_encode_batch_fast"
+            ratio = median_ratio(values["ours"], values["bare"])
+            baseline = f"encode_batch_fast, {THREADS} threads, MB/s"
+            results.append(Result(name, ratio, "ratio", baseline, median(values["bare"]), repetitions, command))
+            if kind == "prose":
+                results.append(Result("build.mb_per_s", median(values["ours"]), "MB/s", "", None, repetitions, command))
+    return results

@@ -1,0 +1,97 @@
+"""A build on a Ray cluster of two nodes: the bytes of a build on one machine, also when a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pretrain.data.build import build
+from tests.data_build.corpus import file_hashes, numbered_texts, text_options, write_jsonl
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(280)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.two_nodes", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        ) as nodes,
+    ):
+        assert nodes.stdin is not None
+        assert nodes.stdout is not None
+        line = nodes.stdout.readline()
+        assert line, nodes.communicate()
+        yield json.loads(line)["address"], psutil.Process(nodes.pid)
+        started = psutil.Process(nodes.pid).children(recursive=True)
+        nodes.stdin.close()
+        nodes.wait(60.0)
+        _, left = psutil.wait_procs(started, timeout=20.0)
+        assert left == []
+
+
+def test_a_build_on_ray_gives_the_same_bytes_also_when_a_worker_is_killed(
+    tmp_path: Path, texts: Path, tokenizer_path: str, cluster: tuple[str, psutil.Process]
+) -> None:
+    address, nodes = cluster
+    for number in range(3):
+        write_jsonl(texts / f"{number}.jsonl", [{"text": text} for text in numbered_texts(4000, seed=number)])
+    build(text_options(texts, tmp_path / "calm", tokenizer_path, name="same", block_tokens=256, shard_blocks=64))
+    command = [sys.executable, "-m", "launch.cli", "data", "build", str(texts), "--out", str(tmp_path / "torn"),
+               "--tokenizer", tokenizer_path, "--name", "same", "--block-tokens", "256", "--shard-blocks", "64",
+               "--ray", "--address", address, "--no-plot"]  # fmt: skip
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        killed = _kill_a_worker_in_mid_build(tmp_path / "torn.partial", nodes, process)
+        output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert killed, "no worker was killed while it worked"
+    assert file_hashes(tmp_path / "torn") == file_hashes(tmp_path / "calm")
+    assert "train: " in output
+    assert not (tmp_path / "torn.partial").exists()
+
+
+def _kill_a_worker_in_mid_build(partial: Path, nodes: psutil.Process, build: subprocess.Popen[str]) -> bool:
+    """Kills the first process that runs a task once the encoding has begun."""
+    while build.poll() is None:
+        if list(partial.glob("work/encode-*/items.json")):
+            for process in nodes.children(recursive=True):
+                try:
+                    if "_run_row" in process.name() or "ray::Map" in " ".join(process.cmdline()):
+                        os.kill(process.pid, signal.SIGKILL)
+                        return True
+                except psutil.Error:
+                    continue
+        time.sleep(0.005)
+    return False
+
+
+def test_a_cluster_that_is_not_there_is_an_error_with_what_to_do(
+    tmp_path: Path, texts: Path, tokenizer_path: str
+) -> None:
+    (texts / "a.txt").write_text("text")
+    command = [sys.executable, "-m", "launch.cli", "data", "build", str(texts), "--out", str(tmp_path / "out"),
+               "--tokenizer", tokenizer_path, "--ray", "--address", "127.0.0.1:1"]  # fmt: skip
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 2, result.stderr
+    assert "no Ray cluster can be joined there" in result.stderr
+    assert "Traceback" not in result.stderr
