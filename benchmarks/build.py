@@ -1,7 +1,7 @@
 """Building: text to shards against bare `encode_batch_fast` of the same texts on as many threads.
 
 Ours reads compressed JSON lines, hashes, sorts, drops duplicates, tokenises, packs and writes; the baseline has the
-texts in memory and throws the ids away. Prose (about 100 tokens a document), code (about 4,000) and short texts (about 10):
+texts in memory and throws the ids away. Prose (about 100 tokens a document), code (about 4,000) and short texts (10):
 `prose.en`, `code.python` and the English sides of `en-de.train` (.jsonl.gz) in the folder PRETRAIN_CORPORA, or
 else what Python's standard library holds: docstrings, modules, and lines of docstrings.
 """
