@@ -56,7 +56,7 @@ def test_pairs_and_the_words_that_a_person_reads(
     assert f"train: {out}: {40 - left_out} documents" in shown.out
     assert f"{left_out} longer than a row" in shown.out
     assert "MB/s" in shown.out
-    assert "goes on with an unfinished build: keeps what it has done in encode, pack" in shown.err
+    assert "over_long=drop (was fail); keeps what it has done in encode\n" in shown.err
     assert "reading 1 file\nencode " in shown.err
     assert "% of the slots filled" in shown.out
     assert (tmp_path / "out" / "lengths.png").read_bytes().startswith(b"\x89PNG")

@@ -179,7 +179,7 @@ def _rewrite(path: Path, change: Callable[[dict[str, object]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda body: body.update(format_version=3), "format_version=2 is unknown"),
+        (lambda body: body.update(format_version=3), "format_version=3 is unknown"),
         (lambda body: body.pop("pad_id"), "fields missing or unknown: pad_id"),
         (lambda body: body.update(extra=1), "fields missing or unknown: extra"),
         (lambda body: body["shards"][0].pop("bytes"), "a shard entry is not whole"),
