@@ -115,15 +115,12 @@ def measure(*, quick: bool, command: str) -> list[Result]:
 def measured_peaks(cases: list[Case]) -> list[tuple[Case, list[int]]]:
     """Peak bytes of every rank of each case, measured in processes of their own."""
     environment = {**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    found = []
-    for case in cases:
-        command = [sys.executable, "-m", "benchmarks.plan", str(CASES.index(case))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
-        phases = json.loads(done.stdout.splitlines()[-1])
-        found.append((case, [max(rank.values()) for rank in phases]))
-    return found
+    command = [sys.executable, "-m", "benchmarks.plan", *(str(CASES.index(case)) for case in cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"a run failed:\n{done.stderr[-2000:]}")
+    measured = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return [(case, [max(rank.values()) for rank in ranks]) for case, ranks in zip(cases, measured, strict=True)]
 
 
 # ------------------------------------------------------------------------------------ in the process
@@ -185,12 +182,10 @@ def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
 
 def _measure_here(case: Case) -> list[dict[str, int]]:
     """Forks the ranks from this process, which has imported everything once."""
-    import torch
+    import deepspeed  # noqa: F401
 
     import benchmarks.step  # noqa: F401
-    from pretrain.engine.engine import load_deepspeed
 
-    load_deepspeed(torch.device("cpu"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     readers = []
@@ -217,4 +212,5 @@ def _measure_here(case: Case) -> list[dict[str, int]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure_here(CASES[int(sys.argv[1])])), flush=True)
+    for _number in sys.argv[1:]:
+        print(json.dumps(_measure_here(CASES[int(_number)])), flush=True)

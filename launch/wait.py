@@ -59,9 +59,9 @@ def wait_for_end(run: RunDirectory, client: Any, submission: str, *, newer_than:
         client: of Ray's Jobs API.
         newer_than: number of the run's newest lease before it was submitted; what older ones wrote is past.
     """
-    progress = Progress(run, run.config().schedule.total_steps)
     attempt, asked_ray_t, gone_since_t = 0, time.monotonic(), None
     with Asked(run) as asked:
+        progress = Progress(run, run.config().schedule.total_steps)
         while True:
             events = [event for event in _events(run) if event.lease > newer_than]
             attempt = max((int(event.fields.get("attempt", 0)) for event in events), default=attempt)

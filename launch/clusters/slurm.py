@@ -79,7 +79,8 @@ if [ -z "$asked" ]; then
   fi
 fi
 say "the run ended with code $code"
-if [ "$asked" = USR1 ] && [ "$code" -eq 5 ]; then
+# Above 128: the command was still starting. What it has submitted goes on from its last checkpoint.
+if [ "$asked" = USR1 ] && { [ "$code" -eq 5 ] || [ "$code" -gt 128 ]; }; then
   scontrol requeue "$SLURM_JOB_ID" && sleep 60 # Slurm ends this script
 fi
 mapfile -t steps < <(jobs -p)
