@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import psutil
 
 from launch.plan.memory import memory_per_rank
 from pretrain.config import RunConfig
+from pretrain.config.capacity import model_batch
 from pretrain.data.loader import open_loader
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.validation import open_validation
@@ -42,13 +44,14 @@ def dry_run(config: RunConfig, *, resume: ResumeMode) -> int:
             f"{tokenizer.vocabulary_size} or more."
         )
     lengths = tokenizer.byte_lengths()
-    with contextlib.closing(open_loader(config, lengths, World(), tokenizer_sha256=tokenizer.sha256)) as loader:
+    known: dict[str, Any] = {"tokenizer_sha256": tokenizer.sha256, "special_ids": tokenizer.special_ids}
+    with contextlib.closing(open_loader(config, lengths, World(), **known)) as loader:
         sources = ", ".join(loader.source_names)
-    validation = ", ".join(open_validation(config, lengths, World(), tokenizer_sha256=tokenizer.sha256)) or "none"
+    validation = ", ".join(open_validation(config, lengths, World(), **known)) or "none"
     batch, steps = config.batch, config.schedule.total_steps
     tokens = batch.global_batch_size * batch.sequence_length
     counts = parameter_counts(config.model)
-    flops = training_flops_per_step(config.model, batch)
+    flops = training_flops_per_step(config.model, model_batch(config))
     print(f"run         {config.name} in {home_url()}")
     print(f"model       {config.model.family}, {counts.total:,} parameters ({counts.embedding:,} in the embedding)")
     print(f"data        {sources}; validation: {validation}")

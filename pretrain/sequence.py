@@ -1,7 +1,8 @@
 """The values that flow from the loader into the model: the layout of a packed sequence, and a micro-batch.
 
 A micro-batch is one packed sequence of T tokens. Documents follow each other without gaps; padding
-is a document of its own (the last one), so that `sum(lengths) == T` always.
+is a document of its own (the last one), so that `sum(lengths) == T` always. The first part of a document
+may see itself in both directions (`PrefixLayout`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ class SeqInfo:
         cu_seqlens: int32 [N+1], cumulative lengths, starting with 0 and ending with T.
         positions: int64 [T], position inside the document, restarting at 0.
         padding: the last document is padding: nobody reads its outputs, so attention leaves them 0.
+        prefix: which tokens at the beginning of documents see each other in both directions; None: none do.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: torch.Tensor
     positions: torch.Tensor
     padding: bool = False
+    prefix: PrefixLayout | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError where kernels would read beside the documents (checked without waiting for a device)."""
@@ -72,7 +75,7 @@ class SeqInfo:
         )
 
     def without_last(self) -> SeqInfo:
-        """The layout before the last document, which must not be the only one."""
+        """The layout before the last document, which must not be the only one; without `prefix`."""
         total = self.num_tokens - self.lengths[-1]
         return SeqInfo(self.lengths[:-1], self.cu_seqlens[:-1], self.positions[:total])
 
@@ -84,6 +87,40 @@ class SeqInfo:
             self.cu_seqlens.to(device, non_blocking=True),
             self.positions.to(device, non_blocking=True),
             self.padding,
+            None if self.prefix is None else self.prefix.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLayout:
+    """The two parts of documents whose beginning sees itself in both directions, as packed sequences of their own.
+
+    Attributes:
+        first: int64, where the tokens of the first parts are in the whole sequence.
+        first_info: their layout, documents without a first part left out; None where no document has one.
+        second: int64, where the tokens of the second parts are.
+        second_info: their layout, documents without a second part left out; None where no document has one.
+        keys: int64, where all tokens of the documents with a second part are; None where that is every document.
+        keys_info: their layout, with as many documents as `second_info`.
+        order: int64 [T], place of each token in first parts followed by second parts.
+    """
+
+    first: torch.Tensor
+    first_info: SeqInfo | None
+    second: torch.Tensor
+    second_info: SeqInfo | None
+    keys: torch.Tensor | None
+    keys_info: SeqInfo | None
+    order: torch.Tensor
+
+    def to(self, device: torch.device) -> PrefixLayout:
+        def moved(index: torch.Tensor) -> torch.Tensor:
+            return index.to(device, non_blocking=True)
+
+        infos = [info and info.to(device) for info in (self.first_info, self.second_info, self.keys_info)]
+        keys = None if self.keys is None else moved(self.keys)
+        return PrefixLayout(
+            moved(self.first), infos[0], moved(self.second), infos[1], keys, infos[2], moved(self.order)
         )
 
 

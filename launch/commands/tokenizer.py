@@ -38,6 +38,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default="bpe",
         help="bpe (default: the same text gives the same file) or unigram (another one each time)",
     )
+    train_parser.add_argument(
+        "--sentinels", type=int, default=0, metavar="N",
+        help="add <extra_id_0> … for span corruption and ul2 (T5 has 100)",
+    )  # fmt: skip
+    train_parser.add_argument(
+        "--fill-in-the-middle", action="store_true", help="add <|fim_prefix|>, <|fim_suffix|> and <|fim_middle|>"
+    )
+    train_parser.add_argument("--modes", action="store_true", help="add the modes of ul2: <|mode_r|>, <|mode_s|>, …")
     train_parser.add_argument("--json", action="store_true", help="print JSON")
     train_parser.set_defaults(handler="launch.commands.tokenizer:train")
 
@@ -50,10 +58,13 @@ def train(args: argparse.Namespace) -> int:
     """
     from pretrain.data.selection import selected_texts
     from pretrain.data.sources import ReadCounts
+    from pretrain.data.special_tokens import ExtraTokens
     from pretrain.data.tokenizer import train as train_tokenizer
 
     if Path(args.out).exists():
         raise UserError(f"out={args.out} exists. Data built with it would no longer fit. Choose another --out.")
+    extra = ExtraTokens(args.sentinels, args.fill_in_the_middle, args.modes)
+    extra.names()  # a wrong count is refused before the text is read
     started = time.monotonic()
     counts = ReadCounts()
     text_bytes = 0
@@ -64,7 +75,7 @@ def train(args: argparse.Namespace) -> int:
             text_bytes += len(text.encode())
             yield text
 
-    tokenizer = train_tokenizer(counted(), args.vocabulary_size, args.kind)
+    tokenizer = train_tokenizer(counted(), args.vocabulary_size, args.kind, extra)
     tokenizer.save(args.out)
     seconds = time.monotonic() - started
     facts = {

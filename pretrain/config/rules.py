@@ -23,8 +23,17 @@ if TYPE_CHECKING:
     )
 
 
-_TRAINED_BY = {"causal_lm": "decoder", "seq2seq": "encoder_decoder", "masked_lm": "encoder"}
-"""Layout of the models that an objective trains."""
+_DENOISED = ("encoder_decoder", "decoder")
+_TRAINED_BY: dict[str, tuple[str, ...]] = {
+    "causal_lm": ("decoder",),
+    "seq2seq": ("encoder_decoder",),
+    "masked_lm": ("encoder",),
+    "prefix_lm": _DENOISED,
+    "fill_in_the_middle": ("decoder",),
+    "span_corruption": _DENOISED,
+    "ul2": _DENOISED,
+}
+"""Layouts of the models that an objective trains."""
 
 
 def broken_rules(sections: Mapping[str, Any]) -> list[str]:
@@ -85,11 +94,12 @@ def _data_rules(data: DataConfig) -> list[str]:
 
 
 def _objective_rules(objective: ObjectiveConfig, model: AnyModelConfig) -> list[str]:
-    if model.layout != _TRAINED_BY[objective.kind]:
-        fitting = " or ".join(kind for kind, layout in _TRAINED_BY.items() if layout == model.layout)
+    if model.layout not in _TRAINED_BY[objective.kind]:
+        fitting = " or ".join(kind for kind, layouts in _TRAINED_BY.items() if model.layout in layouts)
         return [
             f"objective.kind={objective.kind} does not fit model.family={model.family}. "
-            f"It trains {_TRAINED_BY[objective.kind]} models. Set objective.kind={fitting}, or change model.family."
+            f"It trains {' and '.join(_TRAINED_BY[objective.kind])} models. "
+            f"Set objective.kind={fitting}, or change model.family."
         ]
     if objective.kind == "masked_lm" and (objective.mask_id or 0) >= model.vocabulary_size:
         return [
@@ -99,14 +109,47 @@ def _objective_rules(objective: ObjectiveConfig, model: AnyModelConfig) -> list[
     return []
 
 
-def _position_rules(model: AnyModelConfig, batch: BatchConfig) -> list[str]:
-    max_length = getattr(model, "max_length", None)
-    if max_length is None or batch.sequence_length <= max_length:
+def _denoiser_rules(objective: ObjectiveConfig) -> list[str]:
+    if objective.kind != "ul2":
+        return []
+    problems = []
+    for name, denoiser in objective.denoisers.items():
+        if (denoiser.mean_span_tokens is None) != (denoiser.mode == "S"):
+            problems.append(
+                f"objective.denoisers.{name}.mean_span_tokens={denoiser.mean_span_tokens} does not fit mode "
+                f"{denoiser.mode}. R and X hide spans, S hides the end in one piece. "
+                f"{'Leave it out' if denoiser.mode == 'S' else 'Set it, for example to 3'}."
+            )
+    return problems
+
+
+def _room_rules(objective: ObjectiveConfig, batch: BatchConfig) -> list[str]:
+    shortest = getattr(objective, "min_document_tokens", 0)
+    if batch.sequence_length > shortest:
         return []
     return [
-        f"batch.sequence_length={batch.sequence_length} is above model.max_length={max_length}. "
+        f"objective.min_document_tokens={shortest} leaves nothing to learn in rows of "
+        f"batch.sequence_length={batch.sequence_length}. A document in a row must be able to have that many tokens. "
+        "Set a smaller objective.min_document_tokens or a longer batch.sequence_length."
+    ]
+
+
+def _position_rules(model: AnyModelConfig, objective: ObjectiveConfig, batch: BatchConfig) -> list[str]:
+    max_length = getattr(model, "max_length", None)
+    if max_length is None or model.layout not in _TRAINED_BY[objective.kind]:
+        return []
+    from pretrain.config.capacity import row_capacity
+
+    longest = row_capacity(objective, batch, model.layout).longest
+    if longest <= max_length:
+        return []
+    grown = (
+        "" if longest == batch.sequence_length else f" with objective.kind={objective.kind} (up to {longest} tokens)"
+    )
+    return [
+        f"batch.sequence_length={batch.sequence_length}{grown} is above model.max_length={max_length}. "
         "Every position of a document needs its learned vector. "
-        f"Set model.max_length={batch.sequence_length} or a shorter batch.sequence_length."
+        f"Set model.max_length={longest} or a shorter batch.sequence_length."
     ]
 
 
@@ -130,6 +173,15 @@ def _eval_rules(evaluation: EvalConfig, data: DataConfig) -> list[str]:
     return [
         f"eval.every_steps={evaluation.every_steps} has no effect without data.validation. "
         "Validation needs held-out sources. Add data.validation or remove eval.every_steps."
+    ]
+
+
+def _translation_rules(evaluation: EvalConfig, model: AnyModelConfig) -> list[str]:
+    if evaluation.translation is None or model.layout == "encoder_decoder":
+        return []
+    return [
+        f"eval.translation does not fit model.family={model.family}. Pairs are translated by encoder-decoders. "
+        "Remove it or change model.family."
     ]
 
 
@@ -280,8 +332,11 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("data",), _data_rules),
     (("objective", "model"), _objective_rules),
     (("objective", "batch"), _source_length_rules),
-    (("model", "batch"), _position_rules),
+    (("objective",), _denoiser_rules),
+    (("objective", "batch"), _room_rules),
+    (("model", "objective", "batch"), _position_rules),
     (("eval", "data"), _eval_rules),
+    (("eval", "model"), _translation_rules),
     (("model",), _model_rules),
     (("model",), _rope_rules),
     (("model",), _learned_position_rules),

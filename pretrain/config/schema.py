@@ -28,6 +28,16 @@ from pretrain.config.families import RopeScaling as RopeScaling
 from pretrain.config.families import T5Config as T5Config
 from pretrain.config.families import YarnRope as YarnRope
 from pretrain.config.health import HealthConfig as HealthConfig
+from pretrain.config.objectives import AnyObjective as AnyObjective
+from pretrain.config.objectives import CausalLMObjective as CausalLMObjective
+from pretrain.config.objectives import DenoiserConfig as DenoiserConfig
+from pretrain.config.objectives import FillInTheMiddleObjective as FillInTheMiddleObjective
+from pretrain.config.objectives import MaskedLMObjective as MaskedLMObjective
+from pretrain.config.objectives import ObjectiveConfig as ObjectiveConfig
+from pretrain.config.objectives import PrefixLMObjective as PrefixLMObjective
+from pretrain.config.objectives import Seq2SeqObjective as Seq2SeqObjective
+from pretrain.config.objectives import SpanCorruptionObjective as SpanCorruptionObjective
+from pretrain.config.objectives import UL2Objective as UL2Objective
 from pretrain.config.section import ResumePolicy as ResumePolicy
 from pretrain.config.section import Section, setting
 from pretrain.config.units import (
@@ -124,40 +134,6 @@ class DataConfig(Section):
     )
 
 
-class CausalLMObjective(Section):
-    """Predict the next token; documents are isolated from each other."""
-
-    kind: Literal["causal_lm"] = "causal_lm"
-
-
-class Seq2SeqObjective(Section):
-    """Predict the target from the source, teacher-forced; needs pair sources."""
-
-    kind: Literal["seq2seq"] = "seq2seq"
-
-
-class MaskedLMObjective(Section):
-    """Guess masked tokens from both sides: of those chosen, 80 % become the mask id, 10 % a random token, 10 % stay."""
-
-    kind: Literal["masked_lm"] = "masked_lm"
-    mask_probability: Fraction = setting(
-        "share of a document's tokens that are guessed; its end is never one of them",
-        resume="logged",
-        default=0.15,
-        gt=0,
-        lt=1,
-    )
-    mask_id: Count | None = setting(
-        "id that stands for a masked token; none means the last of model.vocabulary_size, which must then be above the "
-        "tokenizer's vocabulary",
-        resume="refused",
-        default=None,
-    )
-
-
-ObjectiveConfig = Annotated[CausalLMObjective | Seq2SeqObjective | MaskedLMObjective, Field(discriminator="kind")]
-
-
 # ------------------------------------------------------------------------------------------ training
 
 
@@ -170,7 +146,7 @@ class BatchConfig(Section):
         resume="refused",
     )
     sequence_length: PositiveInt = setting(
-        "target tokens S per row; divides the block of a plain source; the target capacity of a pair source",
+        "tokens S of text per row; divides the block of a plain source; the target capacity of a pair source",
         resume="refused",
     )
     source_length: PositiveInt | None = setting(
@@ -297,6 +273,21 @@ class CheckpointConfig(Section):
     )
 
 
+class TranslationEvalConfig(Section):
+    """Translations of held-out pairs inside the run, scored by BLEU and chrF (needs pretrain[translation])."""
+
+    pairs: Location = setting("file of JSON lines with held-out pairs", resume="free")
+    every_steps: PositiveInt = setting("steps between translations; the last step has them as well", resume="free")
+    source_field: Text = setting("field of the source text", resume="free", default="source")
+    target_field: Text = setting("field of the reference", resume="free", default="target")
+    max_pairs: PositiveInt = setting("the first pairs that are translated, over all ranks", resume="free", default=200)
+    max_tokens: PositiveInt = setting("tokens of a translation at most", resume="free", default=128)
+    num_beams: PositiveInt = setting("beams of the search; 1 means greedy", resume="free", default=1)
+    length_penalty: NonNegativeReal = setting(
+        "exponent of ((5 + tokens) / 6) that a beam's log-probability is divided by", resume="free", default=0.6
+    )
+
+
 class EvalConfig(Section):
     """Validation inside the run; it never disturbs training state."""
 
@@ -305,6 +296,9 @@ class EvalConfig(Section):
     )
     max_rows: PositiveInt | None = setting(
         "validation rows per source, the same each time; none means all", resume="free", default=None
+    )
+    translation: TranslationEvalConfig | None = setting(
+        "translations of held-out pairs with their scores; none means never", resume="free", default=None
     )
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from pretrain.data.objective import I64, PackedRow
 from pretrain.data.permutation import derive_key, mix_keys
-from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
+from pretrain.sequence import IGNORED_LABEL, Batch, PrefixLayout, SeqInfo
 
 DIGEST_MODULUS = 1 << 48  # sums of up to 2^15 ranks stay exact in int64
 
@@ -80,17 +80,19 @@ def make_batch(
         encoder_ids, encoder_lengths, source_padded = _pack(ids, of_rows, shape.rows * shape.source_length, shape)
         encoder_info = seq_info(encoder_lengths, padding=source_padded)
     target_tokens, target_bytes = _count_targets(labels, byte_lengths)
+    prefixes = _prefixes(present, padded)
+    further = [] if prefixes is None else [prefixes]  # nothing where there are none: digests stay as they were
     return Batch(
         index=index,
         decoder_ids=torch.from_numpy(decoder_ids),
-        decoder_info=seq_info(lengths, padding=padded),
+        decoder_info=seq_info(lengths, padding=padded, prefixes=prefixes),
         labels=torch.from_numpy(labels),
         encoder_ids=None if encoder_ids is None else torch.from_numpy(encoder_ids),
         encoder_info=encoder_info,
         dropout_key=key,
         target_tokens=target_tokens,
         target_bytes=target_bytes,
-        digest=_digest(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths),
+        digest=_digest(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths, *further),
     )
 
 
@@ -116,8 +118,12 @@ def empty_batch(shape: BatchShape) -> Batch:
     )
 
 
-def seq_info(lengths: I64, *, padding: bool = False) -> SeqInfo:
-    """`SeqInfo.from_lengths` without a torch operator."""
+def seq_info(lengths: I64, *, padding: bool = False, prefixes: I64 | None = None) -> SeqInfo:
+    """`SeqInfo.from_lengths` without a torch operator.
+
+    Args:
+        prefixes: int64 [N], tokens at the beginning of each document that see each other in both directions.
+    """
     edges = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=edges[1:])
     positions = np.arange(edges[-1], dtype=np.int64) - np.repeat(edges[:-1], lengths)
@@ -126,7 +132,34 @@ def seq_info(lengths: I64, *, padding: bool = False) -> SeqInfo:
         cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
         positions=torch.from_numpy(positions),
         padding=padding,
+        prefix=None if prefixes is None else prefix_layout(lengths, prefixes, padding=padding),
     )
+
+
+def prefix_layout(lengths: I64, prefixes: I64, *, padding: bool) -> PrefixLayout:
+    """The two parts of documents of these lengths, of which `prefixes` tokens are the first part."""
+    is_first = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths) < np.repeat(
+        prefixes, lengths
+    )
+    first, second, rest = np.flatnonzero(is_first), np.flatnonzero(~is_first), lengths - prefixes
+    goes_on = rest > 0
+    keys = None if goes_on.all() else np.flatnonzero(np.repeat(goes_on, lengths))
+    has_second = bool(goes_on.any())
+    return PrefixLayout(
+        first=torch.from_numpy(first),
+        first_info=seq_info(prefixes[prefixes > 0]) if first.size else None,
+        second=torch.from_numpy(second),
+        second_info=seq_info(rest[goes_on], padding=padding) if has_second else None,
+        keys=None if keys is None else torch.from_numpy(keys),
+        keys_info=seq_info(lengths[goes_on], padding=padding) if has_second else None,
+        order=torch.from_numpy(np.argsort(np.concatenate([first, second]), kind="stable")),
+    )
+
+
+def _prefixes(rows: Sequence[PackedRow], padded: bool) -> I64 | None:
+    """First parts of all documents, padding (which has none) included; None where no row has any."""
+    found = [row.prefix_lengths for row in rows if row.prefix_lengths is not None]
+    return np.concatenate([*found, np.zeros(int(padded), dtype=np.int64)]) if found else None
 
 
 def _pack(

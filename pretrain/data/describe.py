@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pretrain.config.capacity import row_capacity
 from pretrain.config.schema import RunConfig
 from pretrain.data.forecast import row_of_step, rows_taken, step_of_row
 from pretrain.data.rows import SourceRows
@@ -36,9 +37,12 @@ def describe_pipeline(config: RunConfig, sources: Sequence[SourceRows], state: D
     lines += [f"├─ rows [{skip.first_row:,}, {skip.end_row:,}) are jumped over" for skip in state.skips]
     microbatches = batch.global_batch_size // batch.micro_batch_size
     step_tokens = batch.global_batch_size * batch.sequence_length
+    slots = row_capacity(config.objective, batch, config.model.layout)
     width = f"{batch.sequence_length} tokens"
-    if config.objective.kind == "seq2seq":
-        width = f"{batch.source_length} source and {batch.sequence_length} target tokens"
+    if slots.source is not None:
+        width += f" in slots of {slots.source} source and {slots.target} target tokens"
+    elif slots.target != batch.sequence_length:
+        width += f" in slots of {slots.target}"
     return "\n".join(
         [
             *lines,

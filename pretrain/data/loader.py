@@ -10,7 +10,7 @@ the thread that reads ahead changes nothing. A corrupt block never shifts the or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,19 +61,25 @@ class StepData:
 
 
 def open_loader(
-    config: RunConfig, byte_lengths: NDArray[np.integer], world: World, *, tokenizer_sha256: str | None = None
+    config: RunConfig,
+    byte_lengths: NDArray[np.integer],
+    world: World,
+    *,
+    tokenizer_sha256: str | None = None,
+    special_ids: Mapping[str, int] | None = None,
 ) -> Loader:
     """Opens the training sources of a run.
 
     Args:
         byte_lengths: [V] bytes of text that each id spells (`Tokenizer.byte_lengths`).
         tokenizer_sha256: of the run's tokenizer; read from the file config.tokenizer if not given.
+        special_ids: its control ids by name; read likewise where the objective needs them.
 
     Raises:
         DataError: a source is missing, damaged or does not fit the run, or all hold less than a global batch.
         StoreError: the storage failed.
     """
-    sources = open_sources(config, "sources", tokenizer_sha256=tokenizer_sha256)
+    sources = open_sources(config, "sources", tokenizer_sha256=tokenizer_sha256, special_ids=special_ids)
     return Loader(config, tuple(sources.values()), byte_lengths, world)
 
 

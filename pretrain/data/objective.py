@@ -31,6 +31,8 @@ class PackedRow:
         lengths: int64 [N], decoder tokens of each document; they sum to n.
         encoder_ids: [n_source], or None.
         encoder_lengths: int64 [N], or None; as many documents as `lengths`.
+        prefix_lengths: int64 [N], decoder tokens of each document that see each other in both directions; None
+            where all see only what is before them.
     """
 
     decoder_ids: Ids
@@ -38,6 +40,7 @@ class PackedRow:
     lengths: I64
     encoder_ids: Ids | None = None
     encoder_lengths: I64 | None = None
+    prefix_lengths: I64 | None = None
 
 
 def causal_lm_row(ids: Ids, ends: I64, num_real: int) -> PackedRow:

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from pretrain.config.capacity import row_capacity
 from pretrain.config.schema import RunConfig, SourceConfig
 from pretrain.data.batch import BatchShape
 from pretrain.data.blocks import BlockReader, PairBlock, TokenBlock
 from pretrain.data.cache import BlockCache
 from pretrain.data.format import Manifest, read_manifest
 from pretrain.data.objective import I64, PackedRow, seq2seq_row
-from pretrain.data.objectives import TokenObjective, causal_objective, token_objective
+from pretrain.data.objectives import NEED_SPECIAL_IDS, TokenObjective, causal_objective, token_objective
+from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
 from pretrain.store import open_store
 
@@ -102,12 +104,17 @@ class SourceRows:
 
 
 def open_sources(
-    config: RunConfig, section: Literal["sources", "validation"], *, tokenizer_sha256: str | None = None
+    config: RunConfig,
+    section: Literal["sources", "validation"],
+    *,
+    tokenizer_sha256: str | None = None,
+    special_ids: Mapping[str, int] | None = None,
 ) -> dict[str, SourceRows]:
     """Opens the training or validation sources of a run, sorted by name.
 
     Args:
         tokenizer_sha256: of the run's tokenizer; read from the file config.tokenizer if not given.
+        special_ids: its control ids by name; read likewise where the objective needs them.
 
     Raises:
         DataError: a source that is missing, damaged, of the wrong kind, or built with another tokenizer, vocabulary
@@ -116,6 +123,8 @@ def open_sources(
     """
     named: Mapping[str, SourceConfig] = getattr(config.data, section)
     wanted = tokenizer_sha256 or _file_sha256(config.tokenizer)
+    if special_ids is None and config.objective.kind in NEED_SPECIAL_IDS:
+        special_ids = Tokenizer.load(config.tokenizer).special_ids
     cache = None if config.data.cache is None else BlockCache(config.data.cache, config.data.cache_bytes)
     kept_blocks = config.data.lanes * config.data.window_blocks + 2 if section == "sources" else 2
     opened = {}
@@ -125,17 +134,18 @@ def open_sources(
         manifest = read_manifest(store)
         _check_fit(manifest, config, field, wanted)
         reader = BlockReader(store, manifest, name=name, kept_blocks=kept_blocks, cache=cache)
-        objective = token_objective(config, manifest, field)
+        objective = token_objective(config, manifest, field, special_ids)
         opened[name] = SourceRows(name, reader, batch_shape(config, manifest), objective)
     return opened
 
 
 def batch_shape(config: RunConfig, manifest: Manifest) -> BatchShape:
     """The shape of the run's micro-batches; the ids of padding and start are the tokenizer's."""
+    capacity = row_capacity(config.objective, config.batch, config.model.layout)
     return BatchShape(
         rows=config.batch.micro_batch_size,
-        sequence_length=config.batch.sequence_length,
-        source_length=config.batch.source_length if config.objective.kind == "seq2seq" else None,
+        sequence_length=capacity.target,
+        source_length=capacity.source,
         pad_id=manifest.pad_id,
         start_id=manifest.start_id,
     )

@@ -21,11 +21,11 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from pretrain.data.special_tokens import ExtraTokens
 from pretrain.errors import DataError
 
 EOS_TOKEN, PAD_TOKEN, START_TOKEN = "<|endoftext|>", "<|pad|>", "<|start|>"
 SPECIAL_TOKENS = (EOS_TOKEN, PAD_TOKEN, START_TOKEN)
-MIN_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 FILE_NAME = "tokenizer.json"
 Kind = Literal["bpe", "unigram"]
 _SPACE = "\u2581"  # how tokenizers without byte level write a space
@@ -92,6 +92,11 @@ class Tokenizer:
                 "Give a tokenizer.json, or train one with `pretrain tokenizer train INPUT --out FILE`."
             ) from None
         return cls(serialised, str(file))
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Control ids by name: never made from text."""
+        return {str(self._encoder.id_to_token(index)): index for index in self._special_ids}
 
     def save(self, path: str | Path) -> None:
         """Writes the bytes that `sha256` is of, replacing the file at once."""
@@ -186,21 +191,25 @@ def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
     return train(texts, vocabulary_size, "bpe")
 
 
-def train(texts: Iterable[str], vocabulary_size: int, kind: Kind) -> Tokenizer:
+def train(texts: Iterable[str], vocabulary_size: int, kind: Kind, extra: ExtraTokens | None = None) -> Tokenizer:
     """Trains a byte-level tokenizer. The same texts give the same file for bpe; for unigram the library sums in no
     fixed order, so that scores (and with them rare tokens) differ from training to training.
 
+    Args:
+        extra: special tokens beside end, padding and start, for objectives that need them.
+
     Raises:
-        DataError: `vocabulary_size` is below 259 (bytes + special tokens), or the text is too little for it.
+        DataError: `vocabulary_size` is below 256 and the special tokens, or the text is too little for it.
     """
-    if vocabulary_size < MIN_VOCABULARY:
+    special = [*SPECIAL_TOKENS, *(extra or ExtraTokens()).names()]
+    if vocabulary_size < 256 + len(special):
         raise DataError(
-            f"vocabulary_size={vocabulary_size} is too small. 256 bytes and {len(SPECIAL_TOKENS)} special tokens need "
-            f"{MIN_VOCABULARY}. Choose at least that, usually 8192 or more."
+            f"vocabulary_size={vocabulary_size} is too small. 256 bytes and {len(special)} special tokens need "
+            f"{256 + len(special)}. Choose at least that, usually 8192 or more."
         )
     options: dict[str, Any] = {
         "vocab_size": vocabulary_size,
-        "special_tokens": list(SPECIAL_TOKENS),
+        "special_tokens": special,
         "initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet()),
         "show_progress": False,
     }

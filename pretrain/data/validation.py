@@ -8,7 +8,7 @@ with empty ones so that every rank does equally many; sums over all ranks do not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,12 @@ from pretrain.topology import World
 
 
 def open_validation(
-    config: RunConfig, byte_lengths: NDArray[np.integer], world: World, *, tokenizer_sha256: str | None = None
+    config: RunConfig,
+    byte_lengths: NDArray[np.integer],
+    world: World,
+    *,
+    tokenizer_sha256: str | None = None,
+    special_ids: Mapping[str, int] | None = None,
 ) -> dict[str, ValidationSet]:
     """Opens the validation sources of a run, sorted by name.
 
@@ -32,7 +37,7 @@ def open_validation(
         DataError: a source is missing, damaged or does not fit the run.
         StoreError: the storage failed.
     """
-    sources = open_sources(config, "validation", tokenizer_sha256=tokenizer_sha256)
+    sources = open_sources(config, "validation", tokenizer_sha256=tokenizer_sha256, special_ids=special_ids)
     return {name: ValidationSet(config, source, byte_lengths, world) for name, source in sources.items()}
 
 

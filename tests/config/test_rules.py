@@ -20,6 +20,18 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"objective": {"kind": "seq2seq"}, "batch.source_length": 8},
         "objective.kind=seq2seq does not fit model.family=decoder",
     ),
+    (
+        {"objective": {"kind": "ul2", "denoisers": {"a": {"mode": "S", "noise_density": 0.2, "mean_span_tokens": 3}}}},
+        "objective.denoisers.a.mean_span_tokens=3.0 does not fit mode S. .* Leave it out",
+    ),
+    (
+        {"objective": {"kind": "ul2", "denoisers": {"a": {"mode": "X", "noise_density": 0.2}}}},
+        "objective.denoisers.a.mean_span_tokens=None does not fit mode X. .* Set it",
+    ),
+    (
+        {"objective": {"kind": "span_corruption", "min_document_tokens": 32}},
+        "objective.min_document_tokens=32 leaves nothing to learn in rows of batch.sequence_length=32",
+    ),
     ({"batch.source_length": 8}, "batch.source_length=8 has no effect with objective.kind=causal_lm"),
     ({"eval.every_steps": 5}, "eval.every_steps=5 has no effect without data.validation"),
     ({"model.width": 30}, "model.width=30 is not a multiple of model.num_heads=4"),
@@ -74,6 +86,19 @@ def test_the_encoder_decoder_has_rules_of_its_own() -> None:
     ]
     content["batch"]["source_length"] = 16
     assert config_from_dict(content).model.family == "encoder_decoder"
+
+
+def test_learned_positions_must_reach_what_an_objective_makes_of_a_document() -> None:
+    model = {
+        "family": "gpt2", "vocabulary_size": 300, "width": 32, "num_heads": 4, "feed_forward_width": 64,
+        "num_layers": 1, "max_length": 35,
+    }  # fmt: skip
+    (problem,) = problems_of(with_values({"model": model, "objective": {"kind": "fill_in_the_middle"}}))
+    assert problem.startswith(
+        "batch.sequence_length=32 with objective.kind=fill_in_the_middle (up to 36 tokens) is above model.max_length=35"
+    )
+    assert problem.endswith("Set model.max_length=36 or a shorter batch.sequence_length.")
+    assert config_from_dict(with_values({"model": {**model, "max_length": 36}, "objective": {"kind": "prefix_lm"}}))
 
 
 def test_rules_on_sound_sections_are_told_while_another_section_is_broken() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.data.build import build
+from pretrain.data.special_tokens import ExtraTokens
 from pretrain.data.tokenizer import SPECIAL_TOKENS, Tokenizer, train, train_bpe
 from pretrain.errors import DataError
 from tests.data_build.corpus import documents_in, text_options, write_jsonl
@@ -223,3 +224,22 @@ def test_every_document_ends_with_exactly_one_end_and_begins_with_no_template(tm
     documents = documents_in(tmp_path / "out", loaded.eos_id)
     assert sorted(loaded.decode(ids) for ids in documents) == sorted(texts)
     assert not {0, 1, 2} & {token for ids in documents for token in ids}
+
+
+def test_control_tokens_for_objectives_are_added_on_demand_and_stay_out_of_text() -> None:
+    extra = ExtraTokens(sentinels=3, fill_in_the_middle=True, modes=True)
+    tokenizer = train(["the cat sat on the mat"] * 5, 280, "bpe", extra)
+    names = [
+        "<|endoftext|>", "<|pad|>", "<|start|>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>",
+        "<|mode_r|>", "<|mode_s|>", "<|mode_x|>", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>",
+    ]  # fmt: skip
+    assert tokenizer.special_ids == {name: number for number, name in enumerate(names)}
+    text = "a<extra_id_0>b <|fim_middle|> <|mode_x|>"
+    ids = tokenizer.encode_batch([text])[0]
+    assert ids.min() >= len(names)
+    assert tokenizer.decode(ids) == text
+    assert not tokenizer.byte_lengths()[: len(names)].any()
+    with pytest.raises(DataError, match=r"vocabulary_size=260 is too small. 256 bytes and 12 special tokens need 268"):
+        train(["x"], 260, "bpe", extra)
+    with pytest.raises(DataError, match="sentinels=-1 is negative"):
+        ExtraTokens(sentinels=-1).names()

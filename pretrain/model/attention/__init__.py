@@ -7,12 +7,15 @@ Adding a backend: one file, its line and its refusal in `select`; the conformanc
 
 from __future__ import annotations
 
+import functools
+
 from jaxtyping import Float
 from torch import Tensor
 
 from pretrain.model.attention.need import Need
 from pretrain.model.attention.observe import AttentionCall, tell_observer
 from pretrain.model.attention.padding import attend_without_padding
+from pretrain.model.attention.prefix import attend_with_prefix
 from pretrain.model.attention.rules import AttentionRules, RelativeBias
 from pretrain.model.attention.select import BACKENDS, Choice, backend_names, choose_backend, explain_attention
 from pretrain.sequence import SeqInfo
@@ -45,13 +48,17 @@ def attend(
 ) -> Float[Tensor, "Tq H K"]:
     """Attention inside documents. See `AttentionRules` for what the options mean; k_info None is q_info.
 
-    Where q_info says that its last document is padding, its outputs are 0 and cost nothing.
+    Where q_info says that its last document is padding, its outputs are 0 and cost nothing. Where it says that
+    documents begin with a part that sees itself in both directions, causal self-attention does so.
 
     Raises:
         UserError: the named backend does not exist or cannot compute this.
         ValueError: the layouts do not describe the tensors, heads do not group, or a window is below 1.
     """
     k_info = q_info if k_info is None else k_info
+    if causal and q_info.prefix is not None:
+        call = functools.partial(attend, scale=scale, window=window, softcap=softcap, bias=bias, backend=backend)
+        return attend_with_prefix(call, q_THK, k_TGK, v_TGK, q_info, k_info)
     _check(q_THK, k_TGK, q_info, k_info, window)
     rules = AttentionRules(causal, scale, window, softcap, bias)
     tell_observer(lambda: AttentionCall(q_THK, k_TGK, q_info, k_info, rules))
