@@ -15,7 +15,7 @@ from pretrain.config.schema import AnyModelConfig
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import UserError
 from pretrain.generate.sampling import SamplingOptions
-from pretrain.generate.text import stream_ids
+from pretrain.generate.text import Writer, stream_ids
 from pretrain.model.attention.observe import AttentionMap, HeadFacts, attention_maps, head_facts, warnings_of
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
@@ -69,9 +69,8 @@ def inspect_attention(
         return _inspect(model, tokenizer, _batch(ids, None), None, ids)
     ids = [*ids, tokenizer.eos_id]
     if target is None:
-        written = list(
-            stream_ids(model, config, tokenizer, text, sampling=SamplingOptions(), max_tokens=_TARGET_TOKENS)
-        )
+        writer = Writer(model, config, tokenizer)
+        written = list(stream_ids(writer, text, sampling=SamplingOptions(), max_tokens=_TARGET_TOKENS))
     else:
         written = _ids(tokenizer, target, "target")
     target_ids = [tokenizer.start_id, *written]

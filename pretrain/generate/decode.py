@@ -1,14 +1,16 @@
-"""Decodes with a KV cache: a prompt and what follows it, or the target of a source.
+"""Decodes with a KV cache: prompts and what follows them, or the targets of sources; one by one or many at once.
 
-Takes a model and ids → new ids, one token at a time. Both families share the loop; they differ in what
+Takes a model and ids → new ids, one token at a time. All families share the loop; they differ in what
 the cache is made from and in the first ids that are fed (the prompt, or the start token).
-Invariant (tested): the logits at every token equal those of a full forward pass over the same ids.
+Invariants (tested): the logits at every token equal those of a full forward pass over the same ids; a
+sequence comes out the same whatever is decoded beside it. Several sequences are packed, so that no
+padding is computed, and one that has ended leaves the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -17,16 +19,18 @@ from torch import Tensor, nn
 
 from pretrain.errors import UserError
 from pretrain.generate.sampling import SamplingOptions, choose
-from pretrain.model.cache import Cache
+from pretrain.model.cache import Cache, documents
 
 
 @runtime_checkable
 class Decodes(Protocol):
-    """What a model offers for decoding; encoder-decoders also have `encode`."""
+    """What a model offers for decoding; encoder-decoders also have `encode`, and take its result for `new_cache`."""
 
-    def new_cache(self, capacity: int, *source: Tensor) -> Cache: ...
+    def new_cache(self, capacity: int, *of: object) -> Cache: ...
 
-    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]: ...
+    def decode(
+        self, ids_T: Int[Tensor, " T"], cache: Cache, counts: Sequence[int] | None = None
+    ) -> Float[Tensor, "B V"]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +56,123 @@ class StopRule:
                 f"max_tokens={self.max_tokens} allows no token. It must be at least 1. Set --max-tokens 100."
             )
 
+    def exclude(self, scores_BV: Float[Tensor, "B V"]) -> None:
+        """Sets the scores of ids that never come out to -inf, in place."""
+        scores_BV[:, list(self.banned_ids)] = float("-inf")
+        if self.vocabulary_size is not None:
+            scores_BV[:, self.vocabulary_size :] = float("-inf")
+
+
+@dataclass(slots=True)
+class Begun:
+    """Sequences ready for their first new token.
+
+    Attributes:
+        cache: what the model has read of them.
+        logits: [B, V] of the next token, at least fp32.
+    """
+
+    model: Decodes
+    cache: Cache
+    logits: Tensor
+
+    def feed(self, ids: Sequence[int]) -> None:
+        """Appends one token to each sequence."""
+        with torch.inference_mode(), _evaluating(cast(nn.Module, self.model)):
+            tokens = torch.tensor(list(ids), dtype=torch.int64, device=self.logits.device)
+            self.logits = self.model.decode(tokens, self.cache).float()
+
+    def select(self, rows: Sequence[int], *, same_sources: bool = False) -> None:
+        """Keeps these sequences, in this order; for `same_sources` see `Cache.select`."""
+        self.cache.select(rows, same_sources=same_sources)
+        self.logits = self.logits[list(rows)]
+
+
+def begin_prompts(
+    model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int, *, bidirectional: bool = False
+) -> Begun:
+    """Reads prompts with a decoder-only model.
+
+    Args:
+        max_tokens: that each may be continued by.
+        bidirectional: tokens of a prompt see each other in both directions, as a prefix LM was trained.
+
+    Raises:
+        UserError: an empty prompt (give at least the end-of-text id), or more tokens than the model has positions.
+    """
+    if not all(prompts):
+        raise UserError("the prompt has no token. A decoder needs something to continue. Give a prompt.")
+    decoder, counts = cast(Decodes, model), [len(prompt) for prompt in prompts]
+    cache = decoder.new_cache(max(counts) + max_tokens, len(prompts))
+    cache.bidirectional_prompt = bidirectional
+    with torch.inference_mode(), _evaluating(model):
+        logits = decoder.decode(_joined(model, prompts), cache, counts).float()
+    return Begun(decoder, cache, logits)
+
+
+def begin_sources(model: nn.Module, sources: Sequence[Sequence[int]], start_id: int, max_tokens: int) -> Begun:
+    """Reads sources with an encoder-decoder; each target begins with the start id.
+
+    Raises:
+        UserError: an empty source.
+    """
+    if not all(sources):
+        raise UserError("the source has no token. An encoder-decoder needs something to read. Give a source text.")
+    decoder, counts = cast(Decodes, model), [len(source) for source in sources]
+    ids_T = _joined(model, sources)
+    info = documents([0] * len(counts), counts, ids_T.device)
+    with torch.inference_mode(), _evaluating(model):
+        cache = decoder.new_cache(1 + max_tokens, model.encode(ids_T, info), info)
+        logits = decoder.decode(_joined(model, [[start_id]] * len(counts)), cache).float()
+    return Begun(decoder, cache, logits)
+
+
+def continue_each(
+    begun: Begun, sampling: SamplingOptions, stop: StopRule, *, seeds: Sequence[int] | None = None
+) -> list[list[int]]:
+    """New ids of every sequence, each until its own end.
+
+    Args:
+        seeds: of the draws of each sequence; `sampling.seed + i` if not given.
+
+    Raises:
+        UserError: logits that are not finite.
+    """
+    count = len(begun.cache.lengths)
+    options = [replace(sampling, seed=seed) for seed in seeds or range(sampling.seed, sampling.seed + count)]
+    found: list[list[int]] = [[] for _ in options]
+    alive = list(range(len(options)))
+    for position in range(stop.max_tokens):
+        with torch.inference_mode():
+            stop.exclude(begun.logits)
+            chosen = [choose(scores, options[row], position) for row, scores in zip(alive, begun.logits, strict=True)]
+        kept = [place for place, token in enumerate(chosen) if token != stop.end_id]
+        for place in kept:
+            found[alive[place]].append(chosen[place])
+        if not kept or position + 1 == stop.max_tokens:
+            break
+        if len(kept) < len(alive):
+            begun.select(kept)
+            alive = [alive[place] for place in kept]
+        begun.feed([found[row][-1] for row in alive])
+    return found
+
 
 def continue_ids(
-    model: nn.Module, prompt_ids: Sequence[int], sampling: SamplingOptions, stop: StopRule
+    model: nn.Module,
+    prompt_ids: Sequence[int],
+    sampling: SamplingOptions,
+    stop: StopRule,
+    *,
+    bidirectional: bool = False,
 ) -> Iterator[int]:
-    """New ids after a prompt of a decoder-only model, as they are made.
+    """New ids after a prompt of a decoder-only model, as they are made. See `begin_prompts` for `bidirectional`.
 
     Raises:
         UserError: an empty prompt (give at least the end-of-text id), or logits that are not finite.
     """
-    if not prompt_ids:
-        raise UserError("the prompt has no token. A decoder needs something to continue. Give a prompt.")
-    decoder = cast(Decodes, model)
-    cache = decoder.new_cache(len(prompt_ids) + stop.max_tokens)
-    return _decode(model, cache, prompt_ids, sampling, stop)
+    begun = begin_prompts(model, [prompt_ids], stop.max_tokens, bidirectional=bidirectional)
+    return _stream(begun, sampling, stop)
 
 
 def translate_ids(
@@ -76,30 +183,19 @@ def translate_ids(
     Raises:
         UserError: an empty source, or logits that are not finite.
     """
-    if not source_ids:
-        raise UserError("the source has no token. An encoder-decoder needs something to read. Give a source text.")
-    with torch.inference_mode(), _evaluating(model):
-        encoded_TD = model.encode(_tensor(model, source_ids))
-    cache = cast(Decodes, model).new_cache(1 + stop.max_tokens, encoded_TD)
-    return _decode(model, cache, [start_id], sampling, stop)
+    return _stream(begin_sources(model, [source_ids], start_id, stop.max_tokens), sampling, stop)
 
 
-def _decode(
-    model: nn.Module, cache: Cache, first_ids: Sequence[int], sampling: SamplingOptions, stop: StopRule
-) -> Iterator[int]:
-    decoder = cast(Decodes, model)
-    ids = list(first_ids)
+def _stream(begun: Begun, sampling: SamplingOptions, stop: StopRule) -> Iterator[int]:
     for position in range(stop.max_tokens):
-        with torch.inference_mode(), _evaluating(model):
-            logits_V = decoder.decode(_tensor(model, ids), cache).float()
-            logits_V[list(stop.banned_ids)] = float("-inf")
-            if stop.vocabulary_size is not None:
-                logits_V[stop.vocabulary_size :] = float("-inf")
-            chosen = choose(logits_V, sampling, position)
+        with torch.inference_mode():
+            stop.exclude(begun.logits)
+            chosen = choose(begun.logits[0], sampling, position)
         if chosen == stop.end_id:
             return
         yield chosen
-        ids = [chosen]
+        if position + 1 < stop.max_tokens:
+            begun.feed([chosen])
 
 
 class _evaluating:  # noqa: N801 - reads as a word in `with`
@@ -117,6 +213,6 @@ class _evaluating:  # noqa: N801 - reads as a word in `with`
             module.training = True
 
 
-def _tensor(model: nn.Module, ids: Sequence[int]) -> Tensor:
+def _joined(model: nn.Module, sequences: Sequence[Sequence[int]]) -> Tensor:
     device = next(model.parameters()).device
-    return torch.tensor(list(ids), dtype=torch.int64, device=device)
+    return torch.tensor([token for ids in sequences for token in ids], dtype=torch.int64, device=device)

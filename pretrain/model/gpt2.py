@@ -9,7 +9,7 @@ residual stream / sqrt(2 layers).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -81,8 +81,8 @@ class GPT2(nn.Module):
         """Logits of every position, at least fp32."""
         return self.head(self.hidden(batch))
 
-    def new_cache(self, capacity: int) -> Cache:
-        """An empty cache for one sequence of at most `capacity` tokens.
+    def new_cache(self, capacity: int, num_sequences: int = 1) -> Cache:
+        """An empty cache for sequences of at most `capacity` tokens each.
 
         Raises:
             UserError: the model has fewer positions.
@@ -92,16 +92,22 @@ class GPT2(nn.Module):
                 f"{capacity} tokens of prompt and new text are more than model.max_length={self.config.max_length}. "
                 "Every position needs its learned vector. Give a shorter prompt or a smaller --max-tokens."
             )
-        return Cache.empty(self.config.num_layers, capacity)
+        return Cache.empty(self.config.num_layers, capacity, num_sequences)
 
-    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]:
-        """Appends the ids to the cached sequence; logits of what follows the last one.
+    def decode(
+        self, ids_T: Int[Tensor, " T"], cache: Cache, counts: Sequence[int] | None = None
+    ) -> Float[Tensor, "B V"]:
+        """Appends ids to the cached sequences; logits of what follows the last one of each.
+
+        Args:
+            ids_T: of one sequence after the other.
+            counts: how many each gets, at least one; equally many if not given.
 
         Raises:
             ValueError: the cache is full.
         """
-        info = cache.next_info(ids_T.shape[0], ids_T.device)
-        return self.head(self._hidden(ids_T, info, 0, cache)[-1:])[0]
+        info = cache.next_info(counts or ids_T.shape[0], ids_T.device)
+        return self.head(self._hidden(ids_T, info, 0, cache)[info.cu_seqlens[1:] - 1])
 
     def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
         x_TD = self.embedding_dropout(self.embedding(ids_T) + self.positions(info.positions), key)

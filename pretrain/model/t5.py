@@ -10,7 +10,7 @@ Sources: Raffel et al. 2020, section 2.1; Shazeer 2020; initial weights as in me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -188,24 +188,31 @@ class T5(nn.Module):
         """Logits of every target position, at least fp32."""
         return self.head(self.hidden(batch))
 
-    def encode(self, ids_T: Int[Tensor, " T"]) -> Float[Tensor, "T D"]:
-        """Hidden states of one source document, for `new_cache`."""
-        return self.encoder(self.embedding(ids_T), one_document(0, ids_T.shape[0], ids_T.device), 0)
+    def encode(self, ids_T: Int[Tensor, " T"], info: SeqInfo | None = None) -> Float[Tensor, "T D"]:
+        """Hidden states of source documents (of one, without a layout), for `new_cache`."""
+        return self.encoder(self.embedding(ids_T), info or one_document(0, ids_T.shape[0], ids_T.device), 0)
 
-    def new_cache(self, capacity: int, encoded_TD: Float[Tensor, "T D"]) -> Cache:
-        """An empty cache for one target of at most `capacity` tokens that looks at an encoded source."""
-        cache = Cache.empty(self.config.num_decoder_layers, capacity)
-        cache.source = (encoded_TD, one_document(0, encoded_TD.shape[0], encoded_TD.device))
+    def new_cache(self, capacity: int, encoded_TD: Float[Tensor, "T D"], info: SeqInfo | None = None) -> Cache:
+        """An empty cache for targets of at most `capacity` tokens each, one per encoded source."""
+        info = info or one_document(0, encoded_TD.shape[0], encoded_TD.device)
+        cache = Cache.empty(self.config.num_decoder_layers, capacity, len(info.lengths))
+        cache.source = (encoded_TD, info)
         return cache
 
-    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]:
-        """Appends the ids to the cached target; logits of what follows the last one.
+    def decode(
+        self, ids_T: Int[Tensor, " T"], cache: Cache, counts: Sequence[int] | None = None
+    ) -> Float[Tensor, "B V"]:
+        """Appends ids to the cached targets; logits of what follows the last one of each.
+
+        Args:
+            ids_T: of one target after the other.
+            counts: how many each gets, at least one; equally many if not given.
 
         Raises:
             ValueError: the cache is full, or was made without a source.
         """
         if cache.source is None:
             raise ValueError("this cache has no source: make it with new_cache(capacity, encode(ids))")
-        info = cache.next_info(ids_T.shape[0], ids_T.device)
+        info = cache.next_info(counts or ids_T.shape[0], ids_T.device)
         hidden_TD = self.decoder(self.embedding(ids_T), info, 0, cache.source, cache)
-        return self.head(hidden_TD[-1:] * self.output_scale)[0]
+        return self.head(hidden_TD[info.cu_seqlens[1:] - 1] * self.output_scale)

@@ -68,9 +68,9 @@ def test_cached_logits_of_a_decoder_equal_a_full_forward_at_every_token() -> Non
     full_TV = _full_logits(model, ids)
     with torch.no_grad():
         cache = model.new_cache(len(ids))
-        torch.testing.assert_close(model.decode(torch.tensor(PROMPT), cache), full_TV[len(PROMPT) - 1])
+        torch.testing.assert_close(model.decode(torch.tensor(PROMPT), cache)[0], full_TV[len(PROMPT) - 1])
         for place in range(len(PROMPT), len(ids)):
-            got_V = model.decode(torch.tensor([ids[place]]), cache)
+            got_V = model.decode(torch.tensor([ids[place]]), cache)[0]
             torch.testing.assert_close(got_V, full_TV[place], rtol=1e-10, atol=1e-10)
 
 
@@ -81,7 +81,7 @@ def test_cached_logits_of_an_encoder_decoder_equal_a_full_forward_at_every_token
     with torch.no_grad():
         cache = model.new_cache(len(ids), model.encode(torch.tensor(source)))
         for place, token in enumerate(ids):
-            got_V = model.decode(torch.tensor([token]), cache)
+            got_V = model.decode(torch.tensor([token]), cache)[0]
             torch.testing.assert_close(got_V, full_TV[place], rtol=1e-10, atol=1e-10)
 
 

@@ -12,7 +12,7 @@ from pretrain.data.tokenizer import Tokenizer, train_bpe
 from pretrain.errors import CheckpointError, UserError
 from pretrain.generate.load import load_model
 from pretrain.generate.sampling import SamplingOptions
-from pretrain.generate.text import generate_text
+from pretrain.generate.text import Writer, generate_text
 from pretrain.model.registry import build_model
 from tests.metrics.home import run_config
 
@@ -47,14 +47,14 @@ def test_text_becomes_text_of_at_most_so_many_tokens_and_only_of_known_ids(famil
     config = _config(family, tokenizer.vocabulary_size + 20)  # padded, as vocabularies often are
     model = build_model(config.model, config.loss, seed=1, activation_checkpointing=False)
     hot = SamplingOptions(temperature=30.0, seed=2)
-    written = generate_text(model, config.model, tokenizer, "the cat", sampling=hot, max_tokens=60)
+    written = generate_text(Writer(model, config.model, tokenizer), "the cat", sampling=hot, max_tokens=60)
     assert written.text == tokenizer.decode(written.ids)
     assert max(written.ids) < tokenizer.vocabulary_size
     assert not {tokenizer.eos_id, tokenizer.pad_id, tokenizer.start_id} & set(written.ids)
     assert written.ended == (len(written.ids) < 60)
-    again = generate_text(model, config.model, tokenizer, "the cat", sampling=hot, max_tokens=60)
+    again = generate_text(Writer(model, config.model, tokenizer), "the cat", sampling=hot, max_tokens=60)
     assert again == written
-    other = generate_text(model, config.model, tokenizer, "a dog", sampling=hot, max_tokens=60)
+    other = generate_text(Writer(model, config.model, tokenizer), "a dog", sampling=hot, max_tokens=60)
     assert other.ids != written.ids
 
 
@@ -63,8 +63,8 @@ def test_a_special_token_spelt_in_the_prompt_stays_text(tokenizer: Tokenizer) ->
     model = build_model(config.model, config.loss, seed=1, activation_checkpointing=False)
     seen: list[list[int]] = []
     decode = model.decode
-    model.decode = lambda ids, cache: (seen.append(ids.tolist()), decode(ids, cache))[1]  # type: ignore[assignment]
-    generate_text(model, config.model, tokenizer, "a<|endoftext|>b", sampling=GREEDY, max_tokens=1)
+    model.decode = lambda ids, *rest: (seen.append(ids.tolist()), decode(ids, *rest))[1]  # type: ignore[assignment]
+    generate_text(Writer(model, config.model, tokenizer), "a<|endoftext|>b", sampling=GREEDY, max_tokens=1)
     assert tokenizer.eos_id not in seen[0]
 
 
@@ -73,7 +73,7 @@ def test_an_empty_text_is_refused(family: str, word: str, tokenizer: Tokenizer) 
     config = _config(family, tokenizer.vocabulary_size)
     model = build_model(config.model, config.loss, seed=1, activation_checkpointing=False)
     with pytest.raises(UserError, match=f"the {word} is empty"):
-        generate_text(model, config.model, tokenizer, "", sampling=GREEDY, max_tokens=5)
+        generate_text(Writer(model, config.model, tokenizer), "", sampling=GREEDY, max_tokens=5)
 
 
 def test_loaded_weights_are_exactly_those_given_and_a_misfit_is_named() -> None:

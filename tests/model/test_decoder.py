@@ -140,7 +140,7 @@ def test_decoding_with_a_cache_equals_the_full_pass(qk_norm: bool) -> None:
         full = model.logits(make_batch(ids, [12], ids))
         cache = model.new_cache(12)
         for chunk in ((0, 5), (5, 8), (8, 9), (9, 12)):
-            logits = model.decode(ids[slice(*chunk)], cache)
+            logits = model.decode(ids[slice(*chunk)], cache)[0]
             torch.testing.assert_close(logits, full[chunk[1] - 1], atol=1e-5, rtol=1e-5)
         with pytest.raises(ValueError, match="do not fit"):
             model.decode(ids[:1], cache)

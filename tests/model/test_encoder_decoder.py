@@ -193,7 +193,7 @@ def test_decoding_with_a_cache_equals_the_full_pass() -> None:
         full = model.logits(make_batch(target, [7], target, (source, [9])))
         cache = model.new_cache(7, model.encode(source))
         for start, end in ((0, 3), (3, 4), (4, 7)):
-            logits = model.decode(target[start:end], cache)
+            logits = model.decode(target[start:end], cache)[0]
             torch.testing.assert_close(logits, full[end - 1], atol=1e-5, rtol=1e-5)
 
 
