@@ -32,6 +32,7 @@ COMMANDS = (
     "report",
     "checkpoint",
     "generate",
+    "evaluate",
     "inspect",
     "prove",
     "plan",

@@ -1,4 +1,4 @@
-"""`pretrain generate RUN`: text from a trained model."""
+"""`pretrain generate TARGET`: text from a trained model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING
 from pretrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
-    from pretrain.config import RunConfig
-    from pretrain.data.tokenizer import Tokenizer
-    from pretrain.rundir import RunDirectory
+    from pretrain.generate.beam import BeamOptions
 
 DESCRIPTION = """\
-Continues a prompt with a decoder, or writes the target of a source text with an encoder-decoder. Weights come
-from the newest checkpoint of the run, in fp32 on the CPU. Without --prompt and --file the text is read from
-stdin. Greedy unless --temperature is given; the same seed gives the same text.
+Continues a prompt with a decoder, fills the gap before --suffix, or writes the target of a source text with an
+encoder-decoder. TARGET is a run (its newest checkpoint), RUN:CHECKPOINT, or an exported directory; weights are in
+fp32 on the CPU. Without --prompt and --file the text is read from stdin; with --lines each line is a text of its
+own, and several are written at once. Greedy unless --temperature or --beams is given; the same seed gives the
+same text.
 
-  pretrain generate quickstart --prompt 'def main(' --temperature 0.8 --top-p 0.95"""
+  pretrain generate quickstart --prompt 'def main(' --temperature 0.8 --top-p 0.95
+  pretrain generate translation --file sentences.txt --lines --beams 4"""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,11 +31,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", metavar="RUN", help="name or path of the run")
+    add_target(parser)
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", "--source", dest="prompt", metavar="TEXT", help="text to continue or to translate")
     text.add_argument("--file", metavar="PATH", help="read that text from a file")
-    parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint to use (default: the newest)")
+    parser.add_argument("--suffix", metavar="TEXT", help="what follows the gap (decoders with fill_in_the_middle)")
+    parser.add_argument("--lines", action="store_true", help="every line is a text of its own")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="new tokens at most (default 200)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default); 1 = as the model thinks"
@@ -48,43 +50,74 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="draw from the most likely tokens that make up P (default 1)",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
+    add_beam_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler="launch.commands.generate:run")
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """TARGET, --checkpoint and --average: which weights."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="a run's name or path, RUN:CHECKPOINT, a checkpoint's directory, or a directory with config.json",
+    )
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
+    chosen.add_argument("--average", type=int, metavar="N", help="mean weights of the run's newest N checkpoints")
+
+
+def add_beam_arguments(parser: argparse.ArgumentParser) -> None:
+    """--beams, --length-penalty and --score."""
+    parser.add_argument("--beams", type=int, metavar="B", help="beam search with B beams instead of single choices")
+    parser.add_argument(
+        "--length-penalty", type=float, default=0.6, metavar="A", help="exponent of the length in it (default 0.6)"
+    )
+    parser.add_argument(
+        "--score",
+        choices=("paper", "transformers"),
+        default="paper",
+        help="log P / ((5 + n) / 6)^A as in the paper (default), or log P / n^A as transformers has it",
+    )
+
+
+def beam_options(args: argparse.Namespace) -> BeamOptions | None:
+    """What the arguments of `add_beam_arguments` say; None without --beams. Raises UserError."""
+    from pretrain.generate.beam import BeamOptions
+
+    return None if args.beams is None else BeamOptions(args.beams, args.length_penalty, args.score)
+
+
 def run(args: argparse.Namespace) -> int:
-    """Loads run, tokenizer and weights, generates, prints the text (after its prompt) or JSON."""
-    from pretrain.checkpoint import newest_checkpoint, read_weights
-    from pretrain.generate.load import load_model
+    """Opens the target, writes, prints the text (after its prompt) or JSON."""
+    from launch.trained import open_trained
     from pretrain.generate.sampling import SamplingOptions
-    from pretrain.generate.text import generate_text
-    from pretrain.rundir import RunDirectory
+    from pretrain.generate.text import write_texts
 
-    directory = RunDirectory.locate(args.run)
     sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
+    beams = beam_options(args)
+    if beams is not None and args.temperature:
+        raise UserError(
+            f"--beams={args.beams} and --temperature={args.temperature} exclude each other. Beam search draws nothing. "
+            "Leave one out."
+        )
     text = _read_text(args)
-    config = directory.config()
-    name = args.checkpoint or newest_checkpoint(directory.checkpoints)
-    tokenizer = tokenizer_of(directory, config)
-    model = load_model(config, read_weights(directory.checkpoints, name), f"{directory.url}/checkpoints/{name}")
-    written = generate_text(model, config.model, tokenizer, text, sampling=sampling, max_tokens=args.max_tokens)
+    texts = [line for line in text.splitlines() if line.strip()] if args.lines else [text]
+    trained = open_trained(args.target, checkpoint=args.checkpoint, average=args.average)
+    writer = trained.writer
+    prompts = [writer.ids_of(one) if args.suffix is None else writer.gap_ids(one, args.suffix) for one in texts or [""]]
+    written = write_texts(writer, prompts, max_tokens=args.max_tokens, sampling=sampling, beams=beams)
+    facts = {"run": trained.where if trained.run is None else trained.run.name, "checkpoint": trained.checkpoint}
+    rows = []
+    for one, new in zip(texts, written, strict=True):
+        if not args.json:
+            whole = new.text if writer.reads_sources else one + new.text + (args.suffix or "")
+            print(whole, flush=True)
+        row = {**facts, "prompt": one, "text": new.text, "tokens": len(new.ids), "ended": new.ended}
+        rows.append(row if new.score is None else {**row, "score": new.score})
     if args.json:
-        body = {"run": directory.name, "checkpoint": name, "prompt": text, "text": written.text}
-        print(json.dumps({**body, "tokens": len(written.ids), "ended": written.ended}, indent=2, ensure_ascii=False))
-    else:
-        print(written.text if config.model.layout == "encoder_decoder" else text + written.text)
+        print(json.dumps(rows if args.lines else rows[0], indent=2, ensure_ascii=False))
     return ExitCode.DONE
-
-
-def tokenizer_of(directory: RunDirectory, config: RunConfig) -> Tokenizer:
-    """The run's own copy; the config's path for runs that have not made one yet."""
-    from pretrain.data.tokenizer import Tokenizer
-    from pretrain.store import NotFoundError
-
-    try:
-        return Tokenizer(directory.store.get("tokenizer.json"), f"{directory.url}/tokenizer.json")
-    except NotFoundError:
-        return Tokenizer.load(config.tokenizer)
 
 
 def _read_text(args: argparse.Namespace) -> str:

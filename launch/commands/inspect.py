@@ -47,7 +47,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Loads run, tokenizer and weights, looks, draws, prints facts and warnings."""
-    from launch.commands.generate import tokenizer_of
+    from launch.trained import tokenizer_of
     from pretrain.checkpoint import newest_checkpoint, read_weights
     from pretrain.generate.attention import inspect_attention
     from pretrain.generate.load import load_model

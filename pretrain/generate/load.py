@@ -1,4 +1,4 @@
-"""A model for generation from a run's config and the weights of a checkpoint."""
+"""A model for generation from its config and weights."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import AnyModelConfig, LossConfig, RunConfig
 from pretrain.errors import CheckpointError
 from pretrain.model.registry import build_model
 
 
 def load_model(config: RunConfig, weights: Mapping[str, Tensor], where: str) -> nn.Module:
+    """`load_weights` for a run's config."""
+    return load_weights(config.model, config.loss, weights, where, seed=config.seed)
+
+
+def load_weights(
+    config: AnyModelConfig, loss: LossConfig, weights: Mapping[str, Tensor], where: str, *, seed: int
+) -> nn.Module:
     """The model in fp32 on the CPU, in evaluation mode, with exactly these weights.
 
     Args:
         weights: full tensors by parameter name, as `checkpoint.read_weights` gives them.
-        where: the checkpoint, for messages.
+        where: they come from, for messages.
 
     Raises:
         CheckpointError: a parameter is missing, unknown, or of another shape.
     """
     # Every prompt has another length: compiled code would be made anew for each.
-    eager = config.model.model_copy(update={"kernels": "eager"})
-    model = build_model(eager, config.loss, seed=config.seed, activation_checkpointing=False)
+    eager = config.model_copy(update={"kernels": "eager"})
+    model = build_model(eager, loss, seed=seed, activation_checkpointing=False)
     parameters = dict(model.named_parameters())
     missing, unknown = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     misshapen = [

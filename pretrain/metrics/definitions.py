@@ -65,6 +65,9 @@ VALIDATION_FIELDS = _ledger(
     ("bits_per_byte", "bits/byte", "nats of the targets / (ln 2 x bytes of text that exactly those targets spell)"),
     ("target_tokens", "tokens", "targets measured"),
     ("target_bytes", "bytes", "bytes of text that those targets spell"),
+    ("bleu", "1", "BLEU of the held-out translations, 0 to 100, as sacrebleu computes it; source `translation` only"),
+    ("chrf", "1", "chrF of the same, 0 to 100"),
+    ("sentences", "sentences", "pairs that were translated for them, all ranks"),
 )
 
 

@@ -15,6 +15,9 @@ def format_progress(record: Mapping[str, Any], total_steps: int) -> str:
     parts = [f"step {record['step']:>{len(str(total_steps))}}/{total_steps}"]
     if "validation" in record:
         for source, values in record["validation"].items():
+            if "bleu" in values:
+                parts.append(f"{source}: BLEU {_number(values['bleu'], '.2f')}  chrF {_number(values['chrf'], '.2f')}")
+                continue
             parts.append(
                 f"validation {source}: loss {_number(values.get('loss'), '.3f')}"
                 f"  bits/byte {_number(values.get('bits_per_byte'), '.3f')}"

@@ -7,6 +7,7 @@ Everything that can fail without the other ranks is done before the first collec
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,14 @@ from typing import Any
 import torch
 
 from pretrain.config import RunConfig
+from pretrain.config.capacity import model_batch
 from pretrain.data.loader import Loader, open_loader
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.validation import ValidationSet, open_validation
 from pretrain.engine.distributed import vote
 from pretrain.engine.engine import Engine
 from pretrain.errors import PretrainError, StoreError, UserError
+from pretrain.generate.translations import Pair
 from pretrain.log import Log
 from pretrain.metrics.peak import peak_flops_per_rank, remembered_peak
 from pretrain.metrics.sinks import Sink, open_sinks
@@ -36,6 +39,7 @@ from pretrain.train.reporter import Reporter
 from pretrain.train.saving import Saver
 from pretrain.train.state import TrainingState
 from pretrain.train.stop import StopFlag
+from pretrain.train.translate import held_out_pairs, translate_held_out
 from pretrain.train.validate import validate
 from pretrain.train.watch import Heartbeat
 
@@ -70,6 +74,8 @@ class Training:
     loader: Loader
     validation: dict[str, ValidationSet]
     engine: Engine
+    tokenizer: Tokenizer
+    pairs: list[Pair]
     saver: Saver
     sinks: list[Sink]
     throughput: Throughput
@@ -95,7 +101,7 @@ class Training:
         precision = self.config.engine.precision
         peak = remembered_peak(self.place.run.store, device, lambda: peak_flops_per_rank(configured, device, precision))
         self.throughput = Throughput(
-            flops_per_step=training_flops_per_step(self.config.model, self.config.batch),
+            flops_per_step=training_flops_per_step(self.config.model, model_batch(self.config)),
             peak_flops=peak and peak * self.place.world.size,
             total_steps=self.config.schedule.total_steps,
         )
@@ -107,25 +113,38 @@ class Training:
         for sink in self.sinks:
             sink.write(record)
 
-    def validate(self, state: TrainingState) -> None:
-        """Measures the held-out sources and records it. A collective."""
-        started = time.perf_counter()
+    def measures_due(self, step: int, *, last: bool) -> tuple[str, ...]:
+        """What is measured after this step: losses of held-out rows, translations of held-out pairs."""
+        wanted = self.config.eval
+        every = {"losses": wanted.every_steps, "translation": wanted.translation and wanted.translation.every_steps}
+        return tuple(name for name, steps in every.items() if steps and (last or step % steps == 0))
 
-        def beat() -> None:
-            self.place.heartbeat.phase("eval", state.step, collective=True)
+    def measure(self, state: TrainingState, measures: tuple[str, ...]) -> None:
+        """Measures on held-out data and records it; the training state stays as it is. A collective."""
+        if "losses" in measures:
+            started = time.perf_counter()
+            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step, collective=True)
+            totals = validate(self.engine, self.validation, self.place.device, beat)
+            losses = {name: part.to_record() for name, part in totals.items()}
+            self.saver.note_validation(state.step, losses)
+            self._record_validation(state, losses, started)
+        if "translation" in measures:
+            started = time.perf_counter()
+            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step)
+            world = self.place.world
+            scores, samples = translate_held_out(self.engine, self.config, self.tokenizer, self.pairs, world, beat)
+            if world.is_main:
+                self.place.guard()
+                lines = "".join(sample.to_line() for sample in samples)
+                self.place.run.store.put(f"samples/step-{state.step:08d}.jsonl", lines.encode())
+            found = {"bleu": scores.bleu, "chrf": scores.chrf, "sentences": scores.sentences}
+            self._record_validation(state, {"translation": found}, started)
 
-        totals = validate(self.engine, self.validation, self.place.device, beat)
-        losses = {name: part.to_record() for name, part in totals.items()}
-        self.saver.note_validation(state.step, losses)
+    def _record_validation(self, state: TrainingState, values: dict[str, Any], started: float) -> None:
+        seconds = time.perf_counter() - started
+        record = {"t": time.time(), "step": state.step, "validation": values, "validation_s": seconds}
         for sink in self.sinks:
-            sink.write(
-                {
-                    "t": time.time(),
-                    "step": state.step,
-                    "validation": losses,
-                    "validation_s": time.perf_counter() - started,
-                }
-            )
+            sink.write(record)
 
     def save(self, state: TrainingState) -> None:
         """Begins to save. A collective."""
@@ -156,8 +175,10 @@ def build_training(config: RunConfig, place: Place) -> Training:
     try:
         tokenizer = _tokenizer(config, place)
         byte_lengths = tokenizer.byte_lengths()
-        loader = open_loader(config, byte_lengths, place.world, tokenizer_sha256=tokenizer.sha256)
-        validation = open_validation(config, byte_lengths, place.world, tokenizer_sha256=tokenizer.sha256)
+        known: dict[str, Any] = {"tokenizer_sha256": tokenizer.sha256, "special_ids": tokenizer.special_ids}
+        loader = open_loader(config, byte_lengths, place.world, **known)
+        validation = open_validation(config, byte_lengths, place.world, **known)
+        pairs = held_out_pairs(config)
     except PretrainError as error:
         problem = error
     # Two votes, because the exit code says whether a restart can help: it cannot when the input is wrong.
@@ -199,7 +220,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
     sinks = open_sinks(config, place.run, place.world, place.attempt, log)
     throughput = Throughput(flops_per_step=0.0, peak_flops=None, total_steps=config.schedule.total_steps)
     own_work = OwnWork(lambda: engine.forward_s)
-    return Training(config, place, loader, validation, engine, saver, sinks, throughput, own_work)
+    return Training(config, place, loader, validation, engine, tokenizer, pairs, saver, sinks, throughput, own_work)
 
 
 def _tokenizer(config: RunConfig, place: Place) -> Tokenizer:

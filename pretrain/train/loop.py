@@ -71,9 +71,9 @@ def train(training: Training) -> ExitCode:
 def _keep(training: Training, state: TrainingState, *, save_due: bool, last: bool) -> None:
     """Validates and saves where the step says so. A collective then."""
     config, heartbeat = training.config, training.place.heartbeat
-    if _due(state.step, config.eval.every_steps) or (last and config.eval.every_steps):
+    if measures := training.measures_due(state.step, last=last):
         with training.throughput.excluded():
-            training.validate(state)
+            training.measure(state, measures)
     # Behind a bad step lies nothing worth keeping, and what lies before it must not be pruned for it.
     wanted = not last and state.health.first_skipped is None
     if wanted and (save_due or _due(state.step, config.checkpoint.every_steps)):

@@ -1,0 +1,105 @@
+"""`pretrain evaluate TARGET`: losses and translations of a trained model, as numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from launch.commands.generate import add_beam_arguments, add_target, beam_options
+from pretrain.errors import ExitCode, UserError
+
+DESCRIPTION = """\
+Measures a trained model: loss, perplexity and bits per byte of each held-out source (the run's own, or those given
+with --data), and with --pairs BLEU and chrF of its translations. TARGET is a run (its newest checkpoint),
+RUN:CHECKPOINT, or an exported directory; --average takes the mean weights of the newest N checkpoints.
+
+  pretrain evaluate quickstart
+  pretrain evaluate translation --average 5 --pairs test.jsonl --beams 4 --samples translations.jsonl"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="measure a trained model",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_target(parser)
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="NAME=DIR", help="held-out source; may be repeated"
+    )
+    parser.add_argument("--max-rows", type=int, metavar="N", help="rows per source at most (default: the run's)")
+    parser.add_argument("--pairs", metavar="FILE", help="lines of JSON with held-out pairs to translate")
+    parser.add_argument("--source-field", default="source", metavar="NAME", help="field of the source text in them")
+    parser.add_argument("--target-field", default="target", metavar="NAME", help="field of the reference")
+    parser.add_argument("--max-pairs", type=int, metavar="N", help="translate the first N pairs only")
+    parser.add_argument(
+        "--max-tokens", type=int, default=200, metavar="N", help="tokens of a translation at most (default 200)"
+    )
+    add_beam_arguments(parser)
+    parser.add_argument("--samples", metavar="FILE", help="keep every translation there, as lines of JSON")
+    parser.add_argument("--show", type=int, default=5, metavar="N", help="translations to print (default 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler="launch.commands.evaluate:run")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints. Raises UserError for what cannot be measured."""
+    from launch.evaluation import Evaluation, measure_losses, score_translations, write_samples
+    from launch.trained import open_trained
+    from pretrain.generate.translations import read_pairs
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    sources = dict(_named(text) for text in args.data)
+    beams = beam_options(args)
+    pairs = None
+    if args.pairs is not None:
+        fields = {"source_field": args.source_field, "target_field": args.target_field}
+        pairs = read_pairs(args.pairs, **fields, limit=args.max_pairs)
+    trained = open_trained(args.target, checkpoint=args.checkpoint, average=args.average)
+    result = Evaluation(trained.where, trained.checkpoints)
+    if sources or pairs is None or (trained.run is not None and trained.run.data.validation):
+        result.losses = measure_losses(trained, sources, max_rows=args.max_rows, say=say)
+    if pairs is not None:
+        result.scores, result.samples = score_translations(
+            trained, pairs, beams=beams, max_tokens=args.max_tokens, say=say
+        )
+        if args.samples is not None:
+            write_samples(args.samples, result.samples)
+    print(json.dumps(result.to_json(), indent=2) if args.json else _text(result, args.show))
+    return ExitCode.DONE
+
+
+def _text(result: object, show: int) -> str:
+    from launch.evaluation import Evaluation
+    from launch.tables import format_table
+
+    assert isinstance(result, Evaluation)
+    mean = f" (mean of {len(result.checkpoints)})" if len(result.checkpoints) > 1 else ""
+    lines = [f"{result.where}{mean}"]
+    if result.losses:
+        header = ("source", "loss", "perplexity", "bits/byte", "target tokens")
+        rows = [
+            (name, totals.loss, totals.perplexity, totals.bits_per_byte, totals.target_tokens)
+            for name, totals in result.losses.items()
+        ]
+        lines.append(format_table(header, rows))
+    for sample in result.samples[:show]:
+        lines += [f"> {sample.source}", f"= {sample.reference}", f"< {sample.hypothesis}", ""]
+    if result.scores is not None:
+        scores = result.scores
+        lines.append(f"BLEU {scores.bleu:.2f}  chrF {scores.chrf:.2f}  ({scores.sentences} sentences)")
+        lines += [scores.bleu_signature, scores.chrf_signature]
+    return "\n".join(lines)
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise UserError(
+            f"--data={text} is not NAME=DIR. A held-out source has a name. Write --data prose=build/heldout."
+        )
+    return name, path
