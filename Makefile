@@ -12,11 +12,11 @@ IMAGE ?= pretrain
 DEVICE ?= cpu
 BUILDER ?= $(shell command -v docker || command -v podman || echo buildah)
 
-.PHONY: help install quickstart test test-cluster check bench docs image clean
+.PHONY: help install quickstart quickstart-translation test test-cluster check bench docs image clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /|/' | while IFS='|' read -r name text; do \
-	  printf '  make %-13s %s\n' "$$name" "$$text"; done
+	  printf '  make %-23s %s\n' "$$name" "$$text"; done
 
 install: $(STAMP)  ## make .venv with everything in it; does nothing when it is up to date
 
@@ -30,6 +30,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: $(STAMP)  ## real text to a trained model on this machine, under 8 minutes
 	@$(BIN)/python -m launch.quickstart
+
+quickstart-translation: $(STAMP)  ## messages of programs, English to German: pairs, training, translations, BLEU
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[translation]' -c constraints.txt
+	@$(BIN)/python -m launch.quickstart_translation
 
 test: check  ## format, lint, types, contracts, then every test
 	@tests/system_packages
@@ -56,5 +60,5 @@ image: ## container image; DEVICE=cuda for GPUs
 	$(BUILDER) build -f docker/Dockerfile --target $(DEVICE) $(if $(BASE),--build-arg BASE=$(BASE)) -t $(IMAGE):$(DEVICE) .
 
 clean: ## remove what quickstart, tests and tools left; keeps .venv and runs/
-	rm -rf quickstart build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf quickstart translation build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
