@@ -52,7 +52,7 @@ def test_readme_shows_the_two_commands_first() -> None:
 
 
 def test_the_map_in_readme_has_one_line_for_every_folder() -> None:
-    ignored = {"__pycache__", "pretrain.egg-info", "build", "dist", "runs", "quickstart", "wandb"}
+    ignored = {"__pycache__", "pretrain.egg-info", "build", "dist", "runs", "quickstart", "translation", "wandb"}
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")} - ignored
     for package in ("pretrain", "launch"):
         folders |= {path.name for path in (ROOT / package).iterdir() if path.is_dir()} - ignored
