@@ -14,7 +14,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pretrain", "launch", "benchmarks", "tests")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = [path for path in FILES if path.is_relative_to(ROOT / "pretrain") or path.is_relative_to(ROOT / "launch")]
-TARGETS = ["help", "install", "quickstart", "test", "test-cluster", "check", "bench", "docs", "image", "clean"]
+TARGETS = [
+    "help",
+    "install",
+    "quickstart",
+    "quickstart-translation",
+    "test",
+    "test-cluster",
+    "check",
+    "bench",
+    "docs",
+    "image",
+    "clean",
+]
 
 
 def test_no_file_is_over_600_lines_and_no_module_over_400() -> None:
