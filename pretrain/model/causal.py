@@ -5,6 +5,8 @@ A family gives `embedding … head` and `_hidden`, from ids and a layout to what
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -36,15 +38,21 @@ class CausalModel(nn.Module):
         """Logits of every position, at least fp32."""
         return self.head(self.hidden(batch))
 
-    def new_cache(self, capacity: int) -> Cache:
-        """An empty cache for one sequence of at most `capacity` tokens."""
-        return Cache.empty(self.num_layers, capacity)
+    def new_cache(self, capacity: int, num_sequences: int = 1) -> Cache:
+        """An empty cache for sequences of at most `capacity` tokens each."""
+        return Cache.empty(self.num_layers, capacity, num_sequences)
 
-    def decode(self, ids_T: Int[Tensor, " T"], cache: Cache) -> Float[Tensor, " V"]:
-        """Appends the ids to the cached sequence; logits of what follows the last one.
+    def decode(
+        self, ids_T: Int[Tensor, " T"], cache: Cache, counts: Sequence[int] | None = None
+    ) -> Float[Tensor, "B V"]:
+        """Appends ids to the cached sequences; logits of what follows the last one of each.
+
+        Args:
+            ids_T: of one sequence after the other.
+            counts: how many each gets, at least one; equally many if not given.
 
         Raises:
             ValueError: the cache is full.
         """
-        info = cache.next_info(ids_T.shape[0], ids_T.device)
-        return self.head(self._hidden(ids_T, info, 0, cache)[-1:])[0]
+        info = cache.next_info(counts or ids_T.shape[0], ids_T.device)
+        return self.head(self._hidden(ids_T, info, 0, cache)[info.cu_seqlens[1:] - 1])
