@@ -181,14 +181,8 @@ def _config_and_state(name: str, overrides: list[str]) -> tuple[RunConfig, DataS
             f"{overrides[0]} cannot change the run {name}. What a run has read is settled. Give a config file "
             "(.yaml) with overrides, or the run without them."
         )
-    from pretrain.checkpoint import list_checkpoints
-    from pretrain.checkpoint.files import read_manifest
+    from launch.documents import newest_data_state
     from pretrain.rundir import RunDirectory
-    from pretrain.train.state import TrainingState
 
     directory = RunDirectory.locate(name)
-    for info in list_checkpoints(directory.checkpoints):
-        if info.problem is None:
-            body = read_manifest(directory.checkpoints, info.name).training_state
-            return directory.config(), TrainingState.from_json(body).data
-    return directory.config(), None
+    return directory.config(), newest_data_state(directory)

@@ -5,6 +5,7 @@ run?name=N                                       one run; curves and logs apart
 curves?runs=A,B&fields=loss,mfu&x=step&low=&high=&points=&smooth=
 config?runs=A,B                                  every field of the configs
 log?name=N&key=logs/attempt-001/rank-00000.log   the end of a log
+documents?name=N&step=S&rows=16                  what a step was computed from
 fields                                           units and meanings
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import Any, cast, get_args
 
+from launch.documents import documents_of_step
 from launch.monitor.curves import View, X
 from launch.monitor.facts import config_facts, curve_facts, definitions, log_facts, run_facts
 from launch.monitor.reader import RunReader
@@ -21,6 +23,7 @@ from pretrain.errors import UserError
 from pretrain.metrics.definitions import STEP_FIELDS
 
 MOST_RUNS = 8
+MOST_ROWS = 256
 _LOG = re.compile(r"logs/(controller\.log|attempt-\d+/rank-\d+\.log)")
 
 
@@ -43,6 +46,10 @@ def answer_api(view: RunsView, path: str, query: dict[str, str]) -> dict[str, An
             return _curves(view, query)
         case "config":
             return _configs(view, query)
+        case "documents":
+            step, rows = int(_number(query, "step", 1) or 0), int(_number(query, "rows", 16, 1, MOST_ROWS) or 1)
+            with view.reading(query.get("name", "")) as reader:
+                return documents_of_step(reader.run, step, most_rows=rows)
         case "log":
             key = query.get("key", "")
             if not _LOG.fullmatch(key):

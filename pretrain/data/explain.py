@@ -82,8 +82,13 @@ def explain_row(config: RunConfig, row: int, *, state: DataState | None = None) 
     return explain_rows(config, range(row, row + 1), state=state)[0]
 
 
-def explain_step(config: RunConfig, step: int, *, state: DataState | None = None) -> list[RowExplanation]:
+def explain_step(
+    config: RunConfig, step: int, *, state: DataState | None = None, most_rows: int | None = None
+) -> list[RowExplanation]:
     """What each row of optimizer step `step` (from 0) holds, in row order.
+
+    Args:
+        most_rows: only the first so many; None is all.
 
     Raises:
         UserError: a negative step.
@@ -95,7 +100,8 @@ def explain_step(config: RunConfig, step: int, *, state: DataState | None = None
     state = state or _initial_state(config, sources)
     span = [span for span in step_spans(state) if span.first_step <= step][-1]
     first = span.first_row + (step - span.first_step) * span.global_batch_size
-    return _explain(config, sources, state, range(first, first + span.global_batch_size))
+    count = span.global_batch_size if most_rows is None else min(most_rows, span.global_batch_size)
+    return _explain(config, sources, state, range(first, first + count))
 
 
 def explain_rows(config: RunConfig, rows: range, *, state: DataState | None = None) -> list[RowExplanation]:

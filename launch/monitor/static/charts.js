@@ -35,7 +35,7 @@ export class Charts {
     this.grid = el("div", { class: "charts" });
     this.node = el("section", { "aria-label": "Curves" },
       el("div", { class: "tools" }, el("label", {}, "x", this.axis), el("label", {}, "smoothing", this.slider, this.amount),
-        this.logs, this.losts, this.whole, el("span", { class: "note" }, "drag to zoom")), this.grid);
+        this.logs, this.losts, this.whole, el("span", { class: "note" }, "drag to zoom, click for the documents")), this.grid);
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.grid);
     this.label();
@@ -136,6 +136,10 @@ export class Charts {
         this.set({ zoom: [low, high] });
       }] },
     }, this.data(group, lines), box);
+    plot.over.addEventListener("click", () => {
+      const at = plot.cursor.idx;
+      if (this.x === "step" && at != null) this.node.dispatchEvent(new CustomEvent("pick", { detail: plot.data[0][at] }));
+    });
     const entry = { plot, card, shape, box, shown: value };
     this.plots.set(group.field, entry);
     this.value(entry, group, lines);

@@ -1,5 +1,6 @@
 // One run's page: state and ledger on top, curves (with runs overlaid), timeline, attempts, events, logs, config.
 import { Charts, colour } from "./charts.js";
+import { Documents } from "./documents.js";
 import { ask, el } from "./format.js";
 import * as panels from "./panels.js";
 
@@ -15,7 +16,9 @@ export class Run {
     this.add = el("input", { list: "names", placeholder: "overlay a run  ( / )", "aria-label": "Overlay a run", size: 18, onchange: () => this.overlay(this.add.value.trim()) });
     this.charts.node.firstChild.append(el("span", { class: "space" }), this.chips, this.add, this.names);
     this.logs = new Logs(name);
-    this.node = el("div", {}, this.top, this.charts.node, this.below, this.logs.node, this.configs);
+    this.documents = new Documents(name);
+    this.charts.node.addEventListener("pick", (event) => this.documents.show(event.detail));
+    this.node = el("div", {}, this.top, this.charts.node, this.documents.node, this.below, this.logs.node, this.configs);
     this.themed = () => { this.charts.draw(); this.drawChips(); };
     addEventListener("themechange", this.themed);
     this.drawChips();
@@ -57,6 +60,7 @@ export class Run {
 
   key(event) {
     if (event.key === "/") { this.add.focus(); return true; }
+    if (event.key === "d") { this.documents.step.focus(); return true; }
     return this.charts.key(event);
   }
 
