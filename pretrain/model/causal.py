@@ -10,17 +10,22 @@ from collections.abc import Sequence
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from pretrain.errors import UserError
 from pretrain.loss.sums import LossSums
 from pretrain.model.cache import Cache
 from pretrain.sequence import Batch, SeqInfo
 
 
 class CausalModel(nn.Module):
-    """Base of the decoder-only families; they have a `head`."""
+    """Base of the decoder-only families; they have a `head`.
 
-    def __init__(self, num_layers: int) -> None:
+    Args:
+        max_length: learned positions, where a family has them.
+    """
+
+    def __init__(self, num_layers: int, max_length: int | None = None) -> None:
         super().__init__()
-        self.num_layers = num_layers
+        self.num_layers, self.max_length = num_layers, max_length
 
     def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
         """The normed output of the last layer, [T, D]; `key` is the dropout key."""
@@ -39,7 +44,16 @@ class CausalModel(nn.Module):
         return self.head(self.hidden(batch))
 
     def new_cache(self, capacity: int, num_sequences: int = 1) -> Cache:
-        """An empty cache for sequences of at most `capacity` tokens each."""
+        """An empty cache for sequences of at most `capacity` tokens each.
+
+        Raises:
+            UserError: the model has fewer positions.
+        """
+        if self.max_length is not None and capacity > self.max_length:
+            raise UserError(
+                f"{capacity} tokens of prompt and new text are more than model.max_length={self.max_length}. "
+                "Every position needs its learned vector. Give a shorter prompt or a smaller --max-tokens."
+            )
         return Cache.empty(self.num_layers, capacity, num_sequences)
 
     def decode(

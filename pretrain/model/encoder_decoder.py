@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.config.schema import EncoderDecoderConfig, LossConfig
-from pretrain.loss.sums import LossSums
 from pretrain.model.attention import attend
-from pretrain.model.cache import Cache, LayerCache, one_document
+from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
 from pretrain.model.encoder import Encoder, PositionedEmbedding, SelfAttention
 from pretrain.model.head import Head
 from pretrain.model.init import Normal, Xavier
 from pretrain.model.layers import FeedForward, LayerNorm, Linear
-from pretrain.sequence import Batch, SeqInfo
-
-Source = tuple[Tensor, SeqInfo]
-"""Encoded source [T_source, D] and its layout."""
+from pretrain.model.pair import PairModel, Source
+from pretrain.sequence import SeqInfo
 
 
 class CrossAttention(nn.Module):
@@ -89,13 +86,13 @@ class CrossDecoderLayer(nn.Module):
         return self.mlp_norm(x_TD + self.mlp_dropout(self.mlp(x_TD), key))
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(PairModel):
     """The whole model with its loss."""
 
     def __init__(
         self, config: EncoderDecoderConfig, loss: LossConfig, *, activation_checkpointing: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__(config.num_decoder_layers)
         self.config = config
         sites = itertools.count()
         self.embedding = PositionedEmbedding(config)
@@ -106,55 +103,6 @@ class EncoderDecoder(nn.Module):
             checkpointed=activation_checkpointing,
         )
         self.head = Head(self.embedding.table, Normal(config.width**-0.5), loss, tied=config.tied_embeddings)
-
-    def forward(self, batch: Batch) -> LossSums:
-        """Sums of the loss over the batch's labels.
-
-        Raises:
-            ValueError: the batch has no source.
-        """
-        return self.head(self.hidden(batch), batch.labels)
-
-    def hidden(self, batch: Batch) -> Float[Tensor, "T D"]:
-        """What the head reads: the output of the last decoder layer."""
-        if batch.encoder_ids is None or batch.encoder_info is None:
-            raise ValueError("an encoder-decoder needs batches with encoder_ids and encoder_info")
-        key = batch.dropout_key
-        source = (self._encode(batch.encoder_ids, batch.encoder_info, key), batch.encoder_info)
-        return self._hidden(batch.decoder_ids, batch.decoder_info, source, key)
-
-    def logits(self, batch: Batch) -> Float[Tensor, "T V"]:
-        """Logits of every target position, at least fp32."""
-        return self.head(self.hidden(batch))
-
-    def encode(self, ids_T: Int[Tensor, " T"], info: SeqInfo | None = None) -> Float[Tensor, "T D"]:
-        """Hidden states of source documents (of one, without a layout), for `new_cache`."""
-        return self._encode(ids_T, info or one_document(0, ids_T.shape[0], ids_T.device), 0)
-
-    def new_cache(self, capacity: int, encoded_TD: Float[Tensor, "T D"], info: SeqInfo | None = None) -> Cache:
-        """An empty cache for targets of at most `capacity` tokens each, one per encoded source."""
-        info = info or one_document(0, encoded_TD.shape[0], encoded_TD.device)
-        cache = Cache.empty(self.config.num_decoder_layers, capacity, len(info.lengths))
-        cache.source = (encoded_TD, info)
-        return cache
-
-    def decode(
-        self, ids_T: Int[Tensor, " T"], cache: Cache, counts: Sequence[int] | None = None
-    ) -> Float[Tensor, "B V"]:
-        """Appends ids to the cached targets; logits of what follows the last one of each.
-
-        Args:
-            ids_T: of one target after the other.
-            counts: how many each gets, at least one; equally many if not given.
-
-        Raises:
-            ValueError: the cache is full, or was made without a source.
-        """
-        if cache.source is None:
-            raise ValueError("this cache has no source: make it with new_cache(capacity, encode(ids))")
-        info = cache.next_info(counts or ids_T.shape[0], ids_T.device)
-        hidden_TD = self._hidden(ids_T, info, cache.source, 0, cache)
-        return self.head(hidden_TD[info.cu_seqlens[1:] - 1])
 
     def _encode(self, ids_T: Tensor, info: SeqInfo, key: int) -> Tensor:
         return self.encoder(self.embedding(ids_T, info), info, key)

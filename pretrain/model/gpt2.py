@@ -9,15 +9,14 @@ residual stream / sqrt(2 layers).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.config.schema import GPT2Config, LossConfig
-from pretrain.errors import UserError
-from pretrain.loss.sums import LossSums
 from pretrain.model.cache import Cache, LayerCache
+from pretrain.model.causal import CausalModel
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
 from pretrain.model.encoder import SelfAttention
@@ -25,7 +24,7 @@ from pretrain.model.head import Head
 from pretrain.model.layers import Embedding, FeedForward, LayerNorm
 from pretrain.model.positions import LearnedPositions
 from pretrain.model.scaling import Scaling, scaled
-from pretrain.sequence import Batch, SeqInfo
+from pretrain.sequence import SeqInfo
 
 
 class GPT2Layer(nn.Module):
@@ -50,11 +49,11 @@ class GPT2Layer(nn.Module):
         return x_TD + scaled(self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key), self.branch)
 
 
-class GPT2(nn.Module):
+class GPT2(CausalModel):
     """The whole model with its loss."""
 
     def __init__(self, config: GPT2Config, loss: LossConfig, *, activation_checkpointing: bool = False) -> None:
-        super().__init__()
+        super().__init__(config.num_layers, config.max_length)
         self.config = config
         sites = itertools.count()
         scaling = Scaling.of(config)
@@ -68,46 +67,6 @@ class GPT2(nn.Module):
         self.norm = LayerNorm(config.width, config.norm_eps)
         self.head = Head(self.embedding, scaling.table, loss, tied=config.tied_embeddings)
         self.output_scale = scaling.output
-
-    def forward(self, batch: Batch) -> LossSums:
-        """Sums of the loss over the batch's labels."""
-        return self.head(self.hidden(batch), batch.labels)
-
-    def hidden(self, batch: Batch) -> Float[Tensor, "T D"]:
-        """What the head reads: the normed output of the last layer."""
-        return self._hidden(batch.decoder_ids, batch.decoder_info, batch.dropout_key)
-
-    def logits(self, batch: Batch) -> Float[Tensor, "T V"]:
-        """Logits of every position, at least fp32."""
-        return self.head(self.hidden(batch))
-
-    def new_cache(self, capacity: int, num_sequences: int = 1) -> Cache:
-        """An empty cache for sequences of at most `capacity` tokens each.
-
-        Raises:
-            UserError: the model has fewer positions.
-        """
-        if capacity > self.config.max_length:
-            raise UserError(
-                f"{capacity} tokens of prompt and new text are more than model.max_length={self.config.max_length}. "
-                "Every position needs its learned vector. Give a shorter prompt or a smaller --max-tokens."
-            )
-        return Cache.empty(self.config.num_layers, capacity, num_sequences)
-
-    def decode(
-        self, ids_T: Int[Tensor, " T"], cache: Cache, counts: Sequence[int] | None = None
-    ) -> Float[Tensor, "B V"]:
-        """Appends ids to the cached sequences; logits of what follows the last one of each.
-
-        Args:
-            ids_T: of one sequence after the other.
-            counts: how many each gets, at least one; equally many if not given.
-
-        Raises:
-            ValueError: the cache is full.
-        """
-        info = cache.next_info(counts or ids_T.shape[0], ids_T.device)
-        return self.head(self._hidden(ids_T, info, 0, cache)[info.cu_seqlens[1:] - 1])
 
     def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
         x_TD = self.embedding_dropout(self.embedding(ids_T) + self.positions(info.positions), key)

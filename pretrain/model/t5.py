@@ -10,25 +10,22 @@ Sources: Raffel et al. 2020, section 2.1; Shazeer 2020; initial weights as in me
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.config.schema import LossConfig, T5Config
-from pretrain.loss.sums import LossSums
 from pretrain.model.attention import RelativeBias, attend
-from pretrain.model.cache import Cache, LayerCache, one_document
+from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
 from pretrain.model.head import Head
 from pretrain.model.init import Normal
 from pretrain.model.layers import Embedding, FeedForward, GatedGelu, Linear, RMSNorm
+from pretrain.model.pair import PairModel, Source
 from pretrain.model.positions import RelativePositionBias
-from pretrain.sequence import Batch, SeqInfo
-
-Source = tuple[Tensor, SeqInfo]
-"""Encoded source [T_source, D] and its layout."""
+from pretrain.sequence import SeqInfo
 
 
 def head_width_of(config: T5Config) -> int:
@@ -153,11 +150,11 @@ class T5Stack(nn.Module):
         return self.norm_dropout(self.norm(x_TD), key)
 
 
-class T5(nn.Module):
+class T5(PairModel):
     """The whole model with its loss; one token table for both sides."""
 
     def __init__(self, config: T5Config, loss: LossConfig, *, activation_checkpointing: bool = False) -> None:
-        super().__init__()
+        super().__init__(config.num_decoder_layers)
         self.config = config
         sites = itertools.count()
         self.embedding = Embedding(config.vocabulary_size, config.width, 1.0)
@@ -167,52 +164,9 @@ class T5(nn.Module):
         self.output_scale = config.width**-0.5 if config.tied_embeddings else 1.0
         self.head = Head(self.embedding, Normal(config.width**-0.5), loss, tied=config.tied_embeddings)
 
-    def forward(self, batch: Batch) -> LossSums:
-        """Sums of the loss over the batch's labels.
+    def _encode(self, ids_T: Tensor, info: SeqInfo, key: int) -> Tensor:
+        return self.encoder(self.embedding(ids_T), info, key)
 
-        Raises:
-            ValueError: the batch has no source.
-        """
-        return self.head(self.hidden(batch), batch.labels)
-
-    def hidden(self, batch: Batch) -> Float[Tensor, "T D"]:
-        """What the head reads: the normed output of the decoder, scaled where the output is tied."""
-        if batch.encoder_ids is None or batch.encoder_info is None:
-            raise ValueError("an encoder-decoder needs batches with encoder_ids and encoder_info")
-        key = batch.dropout_key
-        encoded_TD = self.encoder(self.embedding(batch.encoder_ids), batch.encoder_info, key)
-        x_TD = self.embedding(batch.decoder_ids)
-        return self.decoder(x_TD, batch.decoder_info, key, (encoded_TD, batch.encoder_info)) * self.output_scale
-
-    def logits(self, batch: Batch) -> Float[Tensor, "T V"]:
-        """Logits of every target position, at least fp32."""
-        return self.head(self.hidden(batch))
-
-    def encode(self, ids_T: Int[Tensor, " T"], info: SeqInfo | None = None) -> Float[Tensor, "T D"]:
-        """Hidden states of source documents (of one, without a layout), for `new_cache`."""
-        return self.encoder(self.embedding(ids_T), info or one_document(0, ids_T.shape[0], ids_T.device), 0)
-
-    def new_cache(self, capacity: int, encoded_TD: Float[Tensor, "T D"], info: SeqInfo | None = None) -> Cache:
-        """An empty cache for targets of at most `capacity` tokens each, one per encoded source."""
-        info = info or one_document(0, encoded_TD.shape[0], encoded_TD.device)
-        cache = Cache.empty(self.config.num_decoder_layers, capacity, len(info.lengths))
-        cache.source = (encoded_TD, info)
-        return cache
-
-    def decode(
-        self, ids_T: Int[Tensor, " T"], cache: Cache, counts: Sequence[int] | None = None
-    ) -> Float[Tensor, "B V"]:
-        """Appends ids to the cached targets; logits of what follows the last one of each.
-
-        Args:
-            ids_T: of one target after the other.
-            counts: how many each gets, at least one; equally many if not given.
-
-        Raises:
-            ValueError: the cache is full, or was made without a source.
-        """
-        if cache.source is None:
-            raise ValueError("this cache has no source: make it with new_cache(capacity, encode(ids))")
-        info = cache.next_info(counts or ids_T.shape[0], ids_T.device)
-        hidden_TD = self.decoder(self.embedding(ids_T), info, 0, cache.source, cache)
-        return self.head(hidden_TD[info.cu_seqlens[1:] - 1] * self.output_scale)
+    def _hidden(self, ids_T: Tensor, info: SeqInfo, source: Source, key: int, cache: Cache | None = None) -> Tensor:
+        """The normed output of the decoder, scaled where the output is tied."""
+        return self.decoder(self.embedding(ids_T), info, key, source, cache) * self.output_scale
