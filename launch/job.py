@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pretrain.store import open_store
 
 SUBMIT_WITHIN_S = 60.0
 CONFIG_FILE = "submitted.yaml"
+_SECRETS = ("WANDB_API_KEY", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 STOP_WAIT_S = 120  # `ray job stop` waits so long for the checkpoint before it kills the driver
 
 
@@ -51,6 +53,7 @@ def run_submit(args: argparse.Namespace) -> int:
         if is_new:  # or the name would be taken by a run that never was
             run.store.delete("run.yaml")
         raise
+    _tell_what_stays(os.environ)
     if args.wait:
         from launch.wait import wait_for_end
 
@@ -126,6 +129,16 @@ def driver_environment() -> dict[str, str]:
     """Variables that the job's processes need from this side."""
     kept = {name: os.environ[name] for name in (RANK_COMMAND_VARIABLE,) if name in os.environ}
     return {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S), **kept}
+
+
+def _tell_what_stays(environ: Mapping[str, str]) -> None:
+    """A job has the environment of its nodes: secrets of this shell are not sent through Ray, which logs them."""
+    here = [name for name in _SECRETS if environ.get(name)]
+    if here:
+        print(
+            f"note: {', '.join(here)} of this shell stays here. Nodes that need it must have it in their environment",
+            file=sys.stderr,
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -45,6 +45,12 @@ def run_train(args: argparse.Namespace) -> int:
 def run_resume(args: argparse.Namespace) -> int:
     """Handler of `pretrain resume`."""
     run = RunDirectory.locate(args.run)
+    renamed = [word for word in args.overrides if word.split("=", 1)[0].strip() == "name"]
+    if renamed:
+        raise UserError(
+            f"{renamed[0]} cannot be changed by a resume. A run's name is that of its directory. To rename a run that "
+            f"is not running: mv {run.url} NEW; to branch off, train run.yaml under another --name."
+        )
     config = with_overrides(run.config(), args.overrides)
     home = os.path.dirname(run.url)
     run, changes = RunDirectory.claim(config.model_copy(update={"name": run.name}), resume="must", home=home)
@@ -86,7 +92,7 @@ def _train(run: RunDirectory, config: RunConfig, changes: list[ConfigChange], *,
         from launch.agents.ray_nodes import RayNodes
 
         nodes = RayNodes(cluster.device)
-        _check_slots(config, sum(nodes.free_slots().values()))
+        _check_slots(config, sum(offer.slots for offer in nodes.offers().values()))
         with controlled(
             run,
             config,

@@ -19,7 +19,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from launch.agents.agent import Agent
-from launch.controller.crew import SlotsTakenError
+from launch.controller.offers import Offer
+from launch.controller.slots import SlotsTakenError
 
 PLACE_WITHIN_S = 5.0
 
@@ -37,13 +38,27 @@ class RayNodes:
     def __init__(self, device: str) -> None:
         self._resource = "CPU" if device == "cpu" else "GPU"
         self._held: dict[str, tuple[PlacementGroup, Any]] = {}
+        self._doors: dict[str, tuple[str, int]] = {}
 
-    def free_slots(self) -> dict[str, int]:
-        state = ray._private.state
-        leaving = set(state.state.get_draining_nodes())
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - leaving
-        available = state.available_resources_per_node()
-        return {node: int(available.get(node, {}).get(self._resource, 0)) for node in alive}
+    def offers(self) -> dict[str, Offer]:
+        state = ray._private.state.state
+        deadlines, now_ms = state.get_draining_nodes(), time.time() * 1000
+        available = ray._private.state.available_resources_per_node()
+        offers = {}
+        for entry in ray.nodes():
+            node = entry["NodeID"]
+            if not entry["Alive"]:
+                self._doors.pop(node, None)
+                continue
+            self._doors[node] = (entry["NodeManagerAddress"], int(entry["NodeManagerPort"]))
+            # Without a deadline it goes as soon as it is idle, or when whoever asked loses patience.
+            leaving_s = max(0.0, deadlines[node] - now_ms) / 1000 if node in deadlines else None
+            slots = int(available.get(node, {}).get(self._resource, 0))
+            offers[node] = Offer(slots, str(entry["NodeManagerHostname"]), leaving_s)
+        return offers
+
+    def door(self, node: str) -> tuple[str, int] | None:
+        return self._doors.get(node)
 
     def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
         for node in slots:
@@ -53,12 +68,12 @@ class RayNodes:
             for node, count in slots.items()
         }
         deadline = time.monotonic() + PLACE_WITHIN_S
-        for group in groups.values():
-            if not group.wait(max(0.1, deadline - time.monotonic())):
-                for taken in groups.values():
-                    remove_placement_group(taken)
-                time.sleep(random.uniform(0.0, 2.0))  # two runs that block each other must not try in step
-                raise SlotsTakenError("the slots were taken meanwhile")
+        missing = [node for node, group in groups.items() if not group.wait(max(0.1, deadline - time.monotonic()))]
+        if missing:
+            for taken in groups.values():
+                remove_placement_group(taken)
+            time.sleep(random.uniform(0.0, 2.0))  # two runs that block each other must not try in step
+            raise SlotsTakenError(f"the slots of {len(missing)} nodes were taken meanwhile", missing)
         for node, group in groups.items():
             count = slots[node]
             actor = (

@@ -70,6 +70,7 @@ def local_ray(num_slots: int, device: str) -> Iterator[LocalRay]:
         # A process that misses Ray's control service for a minute ends itself, this one with code 1 and no word
         # (measured). The run needs that service only to get slots: without it, it trains on.
         RAY_gcs_rpc_server_reconnect_timeout_s=str(30 * 86400),
+        RAY_raylet_start_wait_time_s="120",  # 30 s are too few on a machine that is busy with something else
     )
     os.environ.pop("RAY_ADDRESS", None)
     # A session of its own: what kills the terminal's processes must not kill the one that cleans up.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from launch.controller.crew import News
+from launch.controller.offers import Slots
 from launch.controller.policy import decide
 from launch.controller.state import (
     Action,
@@ -27,6 +28,7 @@ from launch.controller.state import (
     Outcome,
     Phase,
     Place,
+    Quarantine,
     RecordEnd,
     RecordFault,
     RecordStraggler,
@@ -40,11 +42,13 @@ from pretrain.config.schema import RunConfig
 from pretrain.errors import ExitCode, FencedError, StoreError
 from pretrain.faults import passing
 from pretrain.log import Log
-from pretrain.rundir import EventKind, Lease, RunDirectory
+from pretrain.rundir import Event, EventKind, Lease, RunDirectory
 
 LOOK_S = 0.1
 REQUESTS_EVERY_S = 0.5
 LEASE_EVERY_S = 1.0
+# Without knowledge of slots and without an agent. A cluster's control service may be started again; a local one is not.
+TABLE_TIMEOUT_S, LOCAL_TABLE_TIMEOUT_S = 300.0, 10.0
 JOURNAL_WITHIN_S = 30.0  # longest wait at the end for a store that takes no journal events
 
 # Events of a rank's heartbeat pipe that belong into the journal.
@@ -64,8 +68,9 @@ RANK_EVENTS = {
 class Workers(Protocol):
     """What the controller needs of a crew; tests give it a fake one."""
 
-    def free_ranks(self) -> int | None: ...
-    def place(self, num_ranks: int) -> None: ...
+    def held(self) -> Slots: ...
+    def offers(self) -> Slots | None: ...
+    def place(self, num_ranks: int, without: frozenset[str], *, keep: bool) -> None: ...
     def start(self, attempt: int, num_ranks: int) -> None: ...
     def stand_by(self) -> None: ...
     def take_stacks(self) -> None: ...
@@ -84,6 +89,7 @@ def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
             Cause.APPLICATION: cluster.max_application_failures,
             Cause.NODE: cluster.max_node_failures,
             Cause.HANG: cluster.max_hangs,
+            Cause.PREEMPTION: cluster.max_preemptions,
         },
         backoff_s=cluster.backoff_s,
         heartbeat_timeout_s=health.heartbeat_timeout_s,
@@ -95,6 +101,11 @@ def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
         standbys=cluster.standbys,
         stop_timeout_s=cluster.stop_grace_s,
         time_limit_s=cluster.time_limit_s,
+        spare_ranks=cluster.spare_ranks,
+        one_host=one_host,
+        quarantine_faults=cluster.quarantine_faults,
+        table_timeout_s=LOCAL_TABLE_TIMEOUT_S if one_host else TABLE_TIMEOUT_S,
+        slots_timeout_s=cluster.slots_timeout_s,
     )
 
 
@@ -126,15 +137,19 @@ class Controller:
         self._journal = run.journal(lease)
         self._unwritten: list[tuple[EventKind, dict[str, Any]]] = []
         self._write_t = 0.0
-        committed = [event.fields["step"] for event in run.events() if event.kind == EventKind.COMMITTED]
+        events = run.events()
+        committed = [event.fields["step"] for event in events if event.kind == EventKind.COMMITTED]
         attempt = run.next_attempt()
         self._state = RunState(
+            since_t=time.monotonic(),
             attempt=attempt - 1,
             committed_step=max(committed, default=-1),
+            quarantined=_still_quarantined(events, time.time() - limits.quarantine_window_s),
             why="first start" if attempt == 1 else "the run goes on under a new controller",
         )
         self._stop: Stop | None = None
         self._fenced: str | None = None
+        self._start_failed: str | None = None
         self._requests_t = self._lease_t = 0.0
         self._processes: dict[int, dict[str, Any]] = {}
         self._told: set[tuple[int, str, Any]] = set()
@@ -165,16 +180,19 @@ class Controller:
         committed = self._take_events(news)
         self._check_lease(now)
         self._check_requests(now)
+        start_failed, self._start_failed = news.start_failed or self._start_failed, None
         seen = Observation(
-            free_ranks=self._workers.free_ranks() if self._state.phase in (Phase.PLACING, Phase.WAITING) else None,
+            held=self._workers.held(),
+            offers=self._workers.offers(),
             placed=news.placed,
             place_failed=news.place_failed,
-            start_failed=news.start_failed,
+            start_failed=start_failed,
             exits=tuple(news.exits),
             beats=tuple(news.beats),
             lost=news.lost,
             unheard=news.unheard,
             stacks=tuple(news.stacks),
+            standbys=news.standbys,
             committed_step=committed,
             stop=self._stop,
             fenced=self._fenced,
@@ -186,14 +204,10 @@ class Controller:
 
     def _act(self, action: Action) -> None:
         match action:
-            case Place(num_ranks):
-                self._workers.place(num_ranks)
+            case Place(num_ranks, without, keep):
+                self._workers.place(num_ranks, without, keep=keep)
             case StartRanks(attempt, num_ranks, why):
-                passing("controller.start")
-                self._processes = {}
-                self._workers.start(attempt, num_ranks)
-                self._log.info("attempt starts", attempt=attempt, ranks=num_ranks, why=why)
-                self.record(EventKind.ATTEMPT_STARTED, attempt=attempt, ranks=num_ranks, host=self._host, why=why)
+                self._start(attempt, num_ranks, why)
             case StandBy():
                 self._workers.stand_by()
             case TakeStacks():
@@ -204,17 +218,32 @@ class Controller:
                 self.record(EventKind.STRAGGLER, attempt=attempt, rank=rank, host=host, **told)
             case AskRanks(word):
                 self._workers.say(word)
-                self._log.info("the ranks were asked to save and end")
+                self._log.info("the ranks were asked to save and end", why=self._state.moving or self._state.stop)
             case KillRanks(reason):
                 self._workers.kill()
                 if reason:
                     self._log.info("the ranks of the attempt are killed", why=reason)
             case RecordFault(attempt, fault, plan, page):
                 self._record_fault(attempt, fault, plan, page)
+            case Quarantine(host, evidence):
+                self._log.error(f"host {host} gets no ranks any more: {'; '.join(evidence)}")
+                self.record(EventKind.QUARANTINED, host=host, evidence=list(evidence))
             case RecordEnd(attempt, outcome):
                 self.record(EventKind.ATTEMPT_ENDED, attempt=attempt, outcome=outcome)
             case Finish(outcome):
                 self._finish(outcome)
+
+    def _start(self, attempt: int, num_ranks: int, why: str) -> None:
+        passing("controller.start")
+        self._processes = {}
+        try:
+            self._run.open_attempt(attempt)  # before its ranks: those of the last one may live beyond a cut link
+        except StoreError as error:
+            self._start_failed = f"attempt {attempt} could not be started: {error}"
+            return
+        self._workers.start(attempt, num_ranks)
+        self._log.info("attempt starts", attempt=attempt, ranks=num_ranks, why=why)
+        self.record(EventKind.ATTEMPT_STARTED, attempt=attempt, ranks=num_ranks, host=self._host, why=why)
 
     def _record_fault(self, attempt: int, fault: Fault, plan: str, page: str) -> None:
         passing("controller.fault")
@@ -332,3 +361,10 @@ class Controller:
                 return
             else:
                 del self._unwritten[0]
+
+
+def _still_quarantined(events: list[Event], since: float) -> frozenset[str]:
+    """Hosts that an earlier controller of the run has left out not long ago."""
+    return frozenset(
+        str(event.fields["host"]) for event in events if event.kind == EventKind.QUARANTINED and event.t >= since
+    )

@@ -1,9 +1,9 @@
 """The agents of one controller as one body: get slots, start ranks, hear them, kill them.
 
 Takes the controller's orders → what happened since the last look (`News`). Slots come from a `Nodes`
-(Ray's placement groups; processes in tests); all later words go over the hub. Calls into `Nodes` run in
-threads of their own: nothing here waits for Ray. An agent that is silent is lost, its node is left out
-until Ray has had the time to notice. Own design (DESIGN section 7).
+(Ray's placement groups; processes in tests) through `SlotTable`; all later words go over the hub. Calls
+into `Nodes` run in threads of their own: nothing here waits for Ray. An agent that is silent is lost, its
+node is left out until it answers again. Own design (DESIGN section 7).
 """
 
 from __future__ import annotations
@@ -12,31 +12,19 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from launch.agents.wire import CONTROLLER_SILENT_S
 from launch.controller.attempt import RankPlace, RankSetting, assign_ranks, choose_nodes, rank_environment
 from launch.controller.hub import Hub
+from launch.controller.offers import NO_SLOTS, Offer, Seat, Slots
+from launch.controller.slots import Nodes, SlotsTakenError, SlotTable
 from launch.controller.state import Beat, RankExit, RankStack
 
 AGENT_START_S = 60.0  # from the order for slots to the agent's first word
 UNHEARD_S = 1.2  # an agent says something every 0.5 s
 RELEASE_WITHIN_S = 5.0  # longest wait at the end for a Ray that may be dead itself
-LOST_NODE_REST_S = 20.0  # Ray declares a killed node dead after 13 s (measured)
-
-
-class Nodes(Protocol):
-    """Where slots come from. Every method may block; none is called on the controller's thread."""
-
-    def free_slots(self) -> dict[str, int]:
-        """Slots that could be taken now, by node."""
-
-    def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
-        """Takes slots and starts an agent on each node. Raises SlotsTakenError when they are gone."""
-
-    def release(self, node: str) -> None:
-        """Gives the slots of a node back and ends its agent."""
 
 
 class LogPlaces(Protocol):
@@ -44,10 +32,6 @@ class LogPlaces(Protocol):
 
     def of(self, attempt: int, rank: int) -> dict[str, str | None]:
         """Fields `log` (local path or None), `log_url` and `log_key` (when not local) of a start order."""
-
-
-class SlotsTakenError(Exception):
-    """The slots that were asked for are not to be had now; ask again."""
 
 
 @dataclass(slots=True)
@@ -59,14 +43,22 @@ class AgentView:
     host: str
     address: str
     slots: int
-    standbys: int = 0  # that were asked for and are not known to be ready
+    standbys: int = 0  # that are ready
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """An agent that was launched and has not been heard of."""
+
+    slots: int
+    since_t: float
 
 
 @dataclass(slots=True)
 class News:
     """What happened since the last look."""
 
-    placed: tuple[str, ...] | None = None
+    placed: tuple[Seat, ...] | None = None
     place_failed: str | None = None
     start_failed: str | None = None
     exits: list[RankExit] = field(default_factory=list)
@@ -74,6 +66,7 @@ class News:
     lost: dict[int, str] = field(default_factory=dict)
     processes: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> identity, as spawned
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # rank, event of its heartbeat pipe
+    standbys: int | None = None  # slots whose standbys are ready
     standbys_ready: int | None = None  # all that were asked for are ready now; how many
     stacks: list[RankStack] = field(default_factory=list)
     unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now
@@ -95,51 +88,77 @@ class Crew:
         self._secret = secrets.token_hex(32)
         self._hub = Hub(host, self._secret)
         self._agents: dict[int, AgentView] = {}
-        self._wanted: dict[str, int] = {}  # node -> slots of agents that were launched and not heard of yet
-        self._lost_t: dict[str, float] = {}
-        self._order_t: float | None = None  # since when slots for `_order` are being got
-        self._order = 0
-        self._answers: queue.Queue[str] = queue.Queue()  # failures of launches
+        self._table = SlotTable(nodes)
+        self._wanted: dict[str, _Wanted] = {}  # by node: agents that were launched and not heard of yet
+        self._held: tuple[object, Slots] = (None, NO_SLOTS)
+        self._offered: tuple[object, Slots | None] = (None, None)
+        self._order: int | None = None  # slots that are being got, living ones included
+        self._failure: str | None = None  # why a launch failed that the order needs
+        self._answers: queue.Queue[tuple[dict[str, _Wanted], str]] = queue.Queue()  # failures of launches
         self._places: list[RankPlace] = []
+        self._standing = False  # standbys were asked for and are not all ready
         self._attempt = 0
         self._word: str | None = None  # what the ranks of this attempt were told, for those that start later
         self._looked_t = time.monotonic()
-        self._free: dict[str, int] | None = None
-        self._closed = threading.Event()
-        threading.Thread(target=self._watch_free, name="free-slots", daemon=True).start()
 
-    def free_ranks(self) -> int | None:
-        """Ranks that could be placed now, on agents that live and on free slots; None while unknown."""
-        living = sum(agent.slots for agent in self._agents.values())
-        free = self._free_elsewhere()
-        if free is None:
-            return living or None
-        return living + sum(free.values())
+    def held(self) -> Slots:
+        """Slots on living agents."""
+        version = (self._table.version, tuple(self._agents))
+        if version != self._held[0]:
+            leaving = self._table.leaving_s
+            agents = self._agents.values()
+            nodes = {agent.node: Offer(agent.slots, agent.host, leaving(agent.node)) for agent in agents}
+            self._held = (version, Slots.of(nodes))
+        return self._held[1]
 
-    def place(self, num_ranks: int) -> None:
-        """Gets slots for `num_ranks` ranks; `placed` or `place_failed` will be news."""
-        self._order, self._order_t = num_ranks, time.monotonic()
-        self._answers = answers = queue.Queue[str]()  # a late answer to an older order is not heard
-        missing = num_ranks - sum(agent.slots for agent in self._agents.values())
+    def offers(self) -> Slots | None:
+        """Slots that could be taken besides; None while unknown."""
+        version = (self._table.version, tuple(self._agents), tuple(self._wanted))
+        if version != self._offered[0]:
+            table = self._table.offers()
+            taken = {agent.node for agent in self._agents.values()} | set(self._wanted)
+            free = None if table is None else {node: offer for node, offer in table.items() if node not in taken}
+            self._offered = (version, None if free is None else Slots.of(free))
+        return self._offered[1]
+
+    def place(self, num_ranks: int, without: frozenset[str] = frozenset(), *, keep: bool = False) -> None:
+        """Gets slots for `num_ranks` ranks; `placed` or `place_failed` will be news.
+
+        Args:
+            without: hosts that are not taken.
+            keep: agents on those hosts go on; otherwise they are ended.
+        """
+        for agent in [agent for agent in self._agents.values() if agent.host in without and not keep]:
+            self._dismiss(agent)
+        self._order, self._failure = num_ranks, None
+        missing = num_ranks - self._slots() - sum(wanted.slots for wanted in self._wanted.values())
         if missing <= 0:
-            self._hub.wake_reader()  # the answer is known: nobody need wait for a message
+            self._hub.wake_reader()  # the answer may be known: nobody need wait for a message
             return
+        offers = self.offers() or NO_SLOTS
+        free = {n: o.slots for n, o in offers.nodes.items() if o.host not in without and o.leaving_s is None}
         try:
-            self._wanted = choose_nodes(self._free_elsewhere() or {}, missing)
+            chosen = choose_nodes(free, missing)
         except ValueError as error:
-            answers.put(str(error))
+            self._failure = str(error)
             return
-        wanted = dict(self._wanted)
+        now = time.monotonic()
+        wanted = {node: _Wanted(slots, now) for node, slots in chosen.items()}
+        self._wanted.update(wanted)
+        threading.Thread(target=self._launch, args=(chosen, wanted), name="launch", daemon=True).start()
 
-        def launch() -> None:
-            try:
-                self._nodes.launch(wanted, self._hub.address, self._secret)
-            except SlotsTakenError as error:
-                answers.put(str(error))
-            except Exception as error:  # Ray raises many kinds; the order fails and is given again
-                answers.put(f"{type(error).__name__}: {error}")
+    def _launch(self, chosen: dict[str, int], wanted: dict[str, _Wanted]) -> None:
+        try:
+            self._nodes.launch(chosen, self._hub.address, self._secret)
+        except SlotsTakenError as error:
+            for node in error.nodes:
+                self._table.rest(node, closed=True)  # until it has answered: Ray may not know yet that it is dead
+            self._answers.put((wanted, str(error)))
+        except Exception as error:  # Ray raises many kinds; the order fails and is given again
+            self._answers.put((wanted, f"{type(error).__name__}: {error}"))
 
-        threading.Thread(target=launch, name="launch", daemon=True).start()
+    def _slots(self) -> int:
+        return sum(agent.slots for agent in self._agents.values())
 
     def start(self, attempt: int, num_ranks: int) -> None:
         """Starts the ranks of an attempt on the agents that were placed."""
@@ -148,11 +167,12 @@ class Crew:
         self._hub.send(self._places[0].agent, {"kind": "reserve", "attempt": attempt})
 
     def stand_by(self) -> None:
-        """Has a standby made for every rank of the attempt; `standbys_ready` will be news."""
+        """Has a standby made for every slot; `standbys` and in the end `standbys_ready` will be news."""
         command, environment = list(self._setting.command), self._setting.fixed_environment()
+        self._standing = True
         for agent in self._agents.values():
-            agent.standbys = self._ranks_on(agent)
-            order = {"kind": "standby", "count": agent.standbys, "command": command, "environment": environment}
+            agent.standbys = 0
+            order = {"kind": "standby", "count": agent.slots, "command": command, "environment": environment}
             self._hub.send(agent.number, order)
 
     def take_stacks(self) -> None:
@@ -170,7 +190,7 @@ class Crew:
 
     def close(self) -> None:
         """Ends all agents and gives their slots back."""
-        self._closed.set()
+        self._table.close()
         self._tell_all({"kind": "bye"})
         self._hub.close()
         releases = [
@@ -200,9 +220,9 @@ class Crew:
         kind = message.get("kind")
         if kind == "hello":
             node = str(message["node"])
-            slots = self._wanted.pop(node, 0)
-            if slots:  # an agent of an order that was given up is not wanted any more
-                self._agents[number] = AgentView(number, node, message["host"], message["address"], slots)
+            wanted = self._wanted.pop(node, None)
+            if wanted:  # an agent of an order that was given up is not wanted any more
+                self._agents[number] = AgentView(number, node, message["host"], message["address"], wanted.slots)
             else:
                 self._hub.send(number, {"kind": "bye"})
             return
@@ -210,13 +230,13 @@ class Crew:
         if agent is None:
             return
         if kind == "gone":
-            self._lose(agent, f"the agent on {agent.host} ended", news)
+            self._lose(agent, f"the agent on {agent.host} ended", news, closed=True)
         elif kind == "note":
             news.notes.append(str(message["message"]))
+        elif kind == "standbys":  # also from an agent that has had no rank yet
+            self._count_standbys(agent, int(message["ready"]), news)
         elif message.get("attempt") != self._attempt:
             return
-        elif kind == "standbys":
-            self._count_standbys(agent, int(message["ready"]), news)
         elif kind == "port":
             self._start_ranks((agent.address, int(message["port"])))
         elif kind == "spawn_failed":
@@ -255,15 +275,11 @@ class Crew:
         if self._word is not None:
             self._tell_all({"kind": "word", "word": self._word})
 
-    def _ranks_on(self, agent: AgentView) -> int:
-        return sum(place.agent == agent.number for place in self._places)
-
     def _count_standbys(self, agent: AgentView, ready: int, news: News) -> None:
-        if ready < self._ranks_on(agent) or not agent.standbys:
-            return
-        agent.standbys = 0
-        if not any(other.standbys for other in self._agents.values()):
-            news.standbys_ready = len(self._places)
+        agent.standbys = ready
+        news.standbys = sum(min(other.standbys, other.slots) for other in self._agents.values())
+        if self._standing and news.standbys >= self._slots():
+            self._standing, news.standbys_ready = False, news.standbys
 
     def _judge_silence(self, news: News) -> None:
         now = time.monotonic()
@@ -274,60 +290,69 @@ class Crew:
         news.unheard = frozenset(place.rank for place in self._places if place.agent in unheard)
         for agent in list(self._agents.values()):
             silent_s = self._hub.silent_s(agent.number)
-            if silent_s > self._agent_silent_s:
+            if silent_s > self._agent_silent_s / 2 and self._is_lost(agent, silent_s):
                 self._lose(agent, f"node {agent.host} is lost: its agent was silent for {silent_s:.1f} s", news)
 
-    def _lose(self, agent: AgentView, what: str, news: News) -> None:
+    def _is_lost(self, agent: AgentView, silent_s: float) -> bool:
+        """Judges a silence: a host that takes connections is there, only its agent gets no time on a busy machine."""
+        answered = self._table.probe(agent.node)
+        if answered:
+            return silent_s > max(self._agent_silent_s, CONTROLLER_SILENT_S)
+        return silent_s > self._agent_silent_s
+
+    def _lose(self, agent: AgentView, what: str, news: News, *, closed: bool = False) -> None:
+        places = [place for place in self._places if place.agent == agent.number]
+        for place in places:
+            news.lost[place.rank] = what
+        if not places:
+            news.notes.append(f"{what}; it had no ranks")
+        self._table.rest(agent.node, closed=closed)
+        self._drop(agent)
+
+    def _dismiss(self, agent: AgentView) -> None:
+        """Ends an agent that is not wanted any more."""
+        self._hub.send(agent.number, {"kind": "bye"})
+        self._drop(agent)
+
+    def _drop(self, agent: AgentView) -> None:
         del self._agents[agent.number]
-        self._lost_t[agent.node] = time.monotonic()
+        self._places = [place for place in self._places if place.agent != agent.number]
         self._hub.drop(agent.number)
-        for place in self._places:
-            if place.agent == agent.number:
-                news.lost[place.rank] = what
-        threading.Thread(target=self._nodes.release, args=(agent.node,), name="release", daemon=True).start()
+        self._release(agent.node)
+
+    def _release(self, node: str) -> None:
+        threading.Thread(target=self._nodes.release, args=(node,), name="release", daemon=True).start()
 
     def _answer_order(self, news: News) -> None:
-        if self._order_t is None:
+        now = time.monotonic()
+        while not self._answers.empty():
+            wanted, failure = self._answers.get()
+            self._give_up([node for node, entry in wanted.items() if self._wanted.get(node) is entry], failure)
+        late = [node for node, entry in self._wanted.items() if now - entry.since_t > AGENT_START_S]
+        if late:
+            for node in late:
+                self._table.rest(node)
+            self._give_up(late, f"no agent answered within {AGENT_START_S:g} s")
+        if self._order is None:
             return
-        agents = list(self._agents.values())
-        if sum(agent.slots for agent in agents) >= self._order:
-            self._order_t = None
-            places = assign_ranks({agent.number: agent.slots for agent in agents}, self._order)
-            news.placed = tuple(self._agents[place.agent].host for place in places)
-            return
-        failure = None if self._answers.empty() else self._answers.get()
-        if failure is None and time.monotonic() - self._order_t > AGENT_START_S:
-            failure = f"no agent answered within {AGENT_START_S:g} s"
-            for node in self._wanted:
-                self._lost_t[node] = time.monotonic()
-        if failure is not None:
-            news.place_failed, self._order_t = failure, None
-            abandoned, self._wanted = self._wanted, {}
-            for node in abandoned:
-                threading.Thread(target=self._nodes.release, args=(node,), name="release", daemon=True).start()
+        if self._slots() >= self._order:
+            places = assign_ranks({agent.number: agent.slots for agent in self._agents.values()}, self._order)
+            agents = [self._agents[place.agent] for place in places]
+            news.placed, self._order = tuple(Seat(agent.node, agent.host) for agent in agents), None
+        elif self._failure is not None or self._slots() + sum(w.slots for w in self._wanted.values()) < self._order:
+            news.place_failed = self._failure or "agents were lost meanwhile"
+            self._order = self._failure = None
+
+    def _give_up(self, nodes: list[str], failure: str) -> None:
+        """Agents that were launched and will not be there; the order that needs them fails."""
+        for node in nodes:
+            del self._wanted[node]
+            self._release(node)
+        self._failure = failure if nodes else self._failure
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for number in self._agents:
             self._hub.send(number, message)
-
-    def _free_elsewhere(self) -> dict[str, int] | None:
-        if self._free is None:
-            return None
-        now = time.monotonic()
-        held = {agent.node for agent in self._agents.values()}
-        return {
-            node: slots
-            for node, slots in self._free.items()
-            if node not in held and now - self._lost_t.get(node, -LOST_NODE_REST_S) >= LOST_NODE_REST_S
-        }
-
-    def _watch_free(self) -> None:
-        while not self._closed.is_set():
-            try:
-                self._free = self._nodes.free_slots()
-            except Exception:  # Ray's table cannot be read now: unknown, not none
-                self._free = None
-            self._closed.wait(1.0)
 
 
 def _read_lines(rank: int, lines: list[dict[str, Any]], news: News) -> None:

@@ -3,15 +3,18 @@
 Takes → gives: (state, observation, now, limits) → (next state, actions). Invariants: exit code 6
 (a peer failed) is never blamed, exit code 2 is never retried, budgets count since the last committed
 progress, a new attempt starts only when no rank of the last one is known to live, and nothing is
-restarted once somebody asked the run to end. Own design (DESIGN section 7).
+restarted once somebody asked the run to end. Own design (DESIGN section 7); `Phase` draws the states,
+`blame`, `budgets` and `moves` hold what is decided about faults and slots.
 """
 
 from __future__ import annotations
 
-import signal
 from dataclasses import replace
 
+from launch.controller.blame import ENDED_WELL, find_fault
+from launch.controller.budgets import charge, over_budget, stopped
 from launch.controller.hangs import doing, find_hang, hear, odd_one_out, report, stragglers, taken
+from launch.controller.moves import consider, leaving_hosts, slots_without
 from launch.controller.state import (
     Action,
     AskRanks,
@@ -24,13 +27,10 @@ from launch.controller.state import (
     Outcome,
     Phase,
     Place,
-    RankExit,
     RankView,
     RecordEnd,
-    RecordFault,
     RecordStraggler,
     RunState,
-    StandBy,
     StartRanks,
     Stop,
     TakeStacks,
@@ -39,9 +39,9 @@ from pretrain.errors import ExitCode
 
 Decision = tuple[RunState, list[Action]]
 
-# Another attempt would end the same way.
-_HOPELESS = (ExitCode.USER_ERROR, ExitCode.UNHEALTHY)
-_ENDED_WELL = (ExitCode.DONE, ExitCode.STOPPED, ExitCode.INTERRUPTED)
+# What all ranks cost together stays below a tenth of the controller's time, however many there are.
+_JUDGE_RANK_S = 1e-4
+_COMPARE_RANK_S = 2e-3
 _STOP_STRENGTH: dict[Stop | None, int] = {stop: strength for strength, stop in enumerate((None, *Stop))}
 
 
@@ -58,23 +58,43 @@ def decide(state: RunState, seen: Observation, now: float, limits: Limits) -> De
     if seen.fenced:
         return _finish(state, Outcome("fenced", ExitCode.FENCED, reason=seen.fenced))
     if state.stop:
-        return _finish(state, _stopped(state))
+        return _finish(state, stopped(state))
     if state.phase is Phase.WAITING:
         if now < state.retry_t:
             return state, []
-        state = replace(state, phase=Phase.PLACING, since_t=now, asked=False)
+        state = replace(state, phase=Phase.PLACING, since_t=now, known_t=now, asked=False)
     return _place(state, seen, now, limits)
 
 
 def _absorb(state: RunState, seen: Observation, now: float, limits: Limits) -> RunState:
+    state = _absorb_ranks(state, seen, now, limits)
+    if seen.held.nodes or seen.offers is not None or state.known_t is None:
+        state = replace(state, known_t=now, leaving=leaving_hosts(seen))
+    if seen.standbys is not None:
+        state = replace(state, growth=replace(state.growth, ready=seen.standbys))
+    if seen.committed_step is not None and seen.committed_step > state.committed_step:
+        # Progress that is safe: what went wrong before it is forgiven.
+        state = replace(state, committed_step=seen.committed_step, failures={}, crash_step=None, crashes=0)
+    began_t = now if state.began_t is None else state.began_t
+    over = limits.time_limit_s is not None and now - began_t >= limits.time_limit_s
+    stop = max(seen.stop, Stop.INTERRUPT if over else None, key=lambda wish: _STOP_STRENGTH[wish])
+    state = replace(state, began_t=began_t, looked_t=now)
+    if _STOP_STRENGTH[stop] > _STOP_STRENGTH[state.stop]:
+        state = replace(state, stop=stop, stop_t=now)
+    return state
+
+
+def _absorb_ranks(state: RunState, seen: Observation, now: float, limits: Limits) -> RunState:
+    # Who looks so late was asleep itself, and an agent that says nothing passes nothing on: that is no rank's silence.
+    slept = state.looked_t is not None and now - state.looked_t > limits.sleepless_s
+    if not (seen.beats or seen.exits or seen.lost or seen.unheard or seen.stacks or slept):
+        return state
     ranks, times = dict(state.ranks), state.times
     for beat in seen.beats:
         view = ranks.get(beat.rank)
         if view is None or view.gone:
             continue
         ranks[beat.rank], times = hear(view, beat, now, times)
-    # Who looks so late was asleep itself, and an agent that says nothing passes nothing on: that is no rank's silence.
-    slept = state.looked_t is not None and now - state.looked_t > limits.sleepless_s
     for rank in ranks if slept else seen.unheard & ranks.keys():
         ranks[rank] = replace(ranks[rank], heard_t=now)
     for ended in seen.exits:
@@ -83,75 +103,119 @@ def _absorb(state: RunState, seen: Observation, now: float, limits: Limits) -> R
     for rank in seen.lost:
         if rank in ranks:
             ranks[rank] = replace(ranks[rank], gone=True)
-    state = replace(state, ranks=ranks, times=times, looked_t=now, stacks=taken(state.stacks, seen.stacks))
-    if seen.committed_step is not None and seen.committed_step > state.committed_step:
-        # Progress that is safe: what went wrong before it is forgiven.
-        state = replace(state, committed_step=seen.committed_step, failures={}, crash_step=None, crashes=0)
-    began_t = now if state.began_t is None else state.began_t
-    over = limits.time_limit_s is not None and now - began_t >= limits.time_limit_s
-    stop = max(seen.stop, Stop.INTERRUPT if over else None, key=lambda wish: _STOP_STRENGTH[wish])
-    state = replace(state, began_t=began_t)
-    if _STOP_STRENGTH[stop] > _STOP_STRENGTH[state.stop]:
-        state = replace(state, stop=stop, stop_t=now)
-    return state
+    trained = state.trained or all(view.trained for view in ranks.values())
+    exited = state.exited or bool(seen.exits)
+    return replace(
+        state, ranks=ranks, times=times, trained=trained, exited=exited, stacks=taken(state.stacks, seen.stacks)
+    )
 
 
 def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
-    if seen.placed is not None:
-        attempt = state.attempt + 1
-        ranks = {rank: RankView(spawned_t=now, heard_t=now, host=host) for rank, host in enumerate(seen.placed)}
-        started = replace(
-            state,
-            phase=Phase.RUNNING,
-            since_t=now,
-            attempt=attempt,
-            asked=False,
-            standing_by=False,
-            ranks=ranks,
-            slow=frozenset(),
-        )
-        return started, [StartRanks(attempt, len(ranks), state.why)]
+    if seen.placed is not None and state.asked:
+        return _start(state, seen, now)
     if seen.place_failed is not None:
         state = replace(state, asked=False)
-    if state.asked or seen.free_ranks is None:
+    problem = _no_slots(state, seen, now, limits)
+    if problem:
+        return _finish(state, Outcome("interrupted", ExitCode.INTERRUPTED, reason=problem))
+    if state.asked or (seen.offers is None and not seen.held.nodes):
         return state, []
-    fits = min(limits.num_ranks, seen.free_ranks)
-    patient = now - state.since_t >= limits.placing_grace_s
+    without = state.quarantined | state.leaving
+    fits = min(limits.num_ranks, slots_without(seen, without))
+    # Nodes of a cluster come up one by one; those that were lost come back when they can, and the run grows then.
+    patient = state.started or now - state.since_t >= limits.placing_grace_s
     if fits == limits.num_ranks or (fits >= limits.min_ranks and patient):
-        return replace(state, asked=True), [Place(fits)]
+        return replace(state, asked=True), [Place(fits, without)]
     return state, []
+
+
+def _start(state: RunState, seen: Observation, now: float) -> Decision:
+    attempt = state.attempt + 1
+    ranks = {
+        rank: RankView(spawned_t=now, heard_t=now, host=seat.host, node=seat.node)
+        for rank, seat in enumerate(seen.placed or ())
+    }
+    growth = replace(state.growth, standing=0, ready=0, full_t=None, look_t=now)
+    started = replace(
+        state,
+        phase=Phase.RUNNING,
+        since_t=now,
+        attempt=attempt,
+        started=True,
+        trained=False,
+        exited=False,
+        judged_t=now,
+        slow=frozenset(),
+        asked=False,
+        growth=growth,
+        ranks=ranks,
+    )
+    return started, [StartRanks(attempt, len(ranks), state.why)]
+
+
+def _no_slots(state: RunState, seen: Observation, now: float, limits: Limits) -> str:
+    """Why waiting for slots has no sense any more; empty while it has."""
+    known_t = state.known_t if state.known_t is not None else now
+    if now - known_t > limits.table_timeout_s:
+        return (
+            f"Ray has told nothing about its nodes for {limits.table_timeout_s:g} s and no agent is left. "
+            "Its head or its control service is gone. Start the cluster again, then resume the run"
+        )
+    if now - state.since_t > limits.slots_timeout_s:
+        found = slots_without(seen, frozenset())
+        return (
+            f"no slots for {limits.min_ranks} ranks within cluster.slots_timeout_s={limits.slots_timeout_s:g} s, "
+            f"there are {found}. Add nodes or lower cluster.min_ranks, then resume the run"
+        )
+    return ""
 
 
 def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits, asked_before: Stop | None) -> Decision:
     if seen.fenced:
         return _kill(state, now, Outcome("fenced", ExitCode.FENCED, reason=seen.fenced), seen.fenced)
     if state.stop in (Stop.NOW, Stop.ABORT):
-        return _kill(state, now, _stopped(state), "asked to end at once")
-    fault = _find_fault(state, seen, now, limits)
+        return _kill(state, now, stopped(state), "asked to end at once")
+    if seen.placed is not None or seen.place_failed is not None:  # slots to grow into, asked for while training
+        state = replace(state, asked=False)
+    fault = find_fault(state, seen, now, limits)
     if fault:
-        return _fail(state, fault, now, limits)
-    views = state.ranks.values()
-    codes = [view.exit.code for view in views if view.exit]
-    if len(codes) == len(views) and all(code in _ENDED_WELL for code in codes):
-        return _finish(state, _ended_well(state, codes), _attempt_word(codes))
+        return _fail(state, fault, seen, now, limits)
+    if state.exited:
+        codes = [view.exit.code for view in state.ranks.values() if view.exit]
+        if len(codes) == len(state.ranks) and all(code in ENDED_WELL for code in codes):
+            return _ended_well(state, codes, now, limits)
+        if ExitCode.PEER_FAILED in codes and state.phase is Phase.RUNNING:
+            state = replace(state, phase=Phase.SUSPECTING, since_t=now)
     if state.phase is Phase.EXAMINING:
-        return _examine(state, now, limits)
-    hang = find_hang(state, now, limits)
+        return _examine(state, seen, now, limits)
+    state, hang = _judge_hang(state, now, limits)
     if hang:
         return replace(state, phase=Phase.EXAMINING, since_t=now, suspected=hang, stacks={}), [TakeStacks()]
+    return _serve(state, seen, now, limits, asked_before)
+
+
+def _serve(state: RunState, seen: Observation, now: float, limits: Limits, asked_before: Stop | None) -> Decision:
+    """Ranks in good health: requests, slots, words about slow ones."""
     if state.stop and now - state.stop_t > limits.stop_timeout_s:
         reason = f"the ranks did not save within {limits.stop_timeout_s:g} s"
-        return _kill(state, now, replace(_stopped(state), reason=reason), reason)
-    if ExitCode.PEER_FAILED in codes and state.phase is Phase.RUNNING:
-        state = replace(state, phase=Phase.SUSPECTING, since_t=now)
-    if state.stop and state.stop is not asked_before:
-        return state, [AskRanks("stop" if state.stop is Stop.STOP else "drain")]
-    if limits.standbys and _may_stand_by(state):
-        return replace(state, standing_by=True), [StandBy()]
-    return _tell_stragglers(state, limits)
+        return _kill(state, now, replace(stopped(state), reason=reason), reason)
+    if state.stop:
+        asked: list[Action] = [AskRanks("stop" if state.stop is Stop.STOP else "drain")]
+        return state, asked if state.stop is not asked_before else []
+    if state.phase is not Phase.RUNNING:
+        return state, []
+    state, actions = consider(state, seen, now, limits)
+    return (state, actions) if actions else _tell_stragglers(state, now, limits)
 
 
-def _examine(state: RunState, now: float, limits: Limits) -> Decision:
+def _judge_hang(state: RunState, now: float, limits: Limits) -> tuple[RunState, Fault | None]:
+    """Looks at the silence of all ranks, of thousands a few times a second only."""
+    if now - state.judged_t < _JUDGE_RANK_S * len(state.ranks):
+        return state, None
+    return replace(state, judged_t=now), find_hang(state, now, limits)
+
+
+def _examine(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
     """The stacks of a hung attempt come in; then it is killed, and the odd rank out is blamed."""
     living = [rank for rank, view in state.ranks.items() if not view.gone]
     heard = state.suspected and state.ranks.get(state.suspected.rank if state.suspected.rank is not None else -1)
@@ -166,11 +230,14 @@ def _examine(state: RunState, now: float, limits: Limits) -> Decision:
     message = suspected.message
     if odd != suspected.rank:
         message = f"rank {odd} on {view.host or 'this host'} hung {doing(view)}; {message.partition(' hung: ')[2]}"
-    fault = replace(suspected, rank=odd, message=f"{message}; {how}", step=suspected.step)
-    return _fail(state, fault, now, limits, report(state, now, fault, state.stacks))
+    fault = replace(suspected, rank=odd, message=f"{message}; {how}", host=view.host)
+    return _fail(state, fault, seen, now, limits, report(state, now, fault, state.stacks))
 
 
-def _tell_stragglers(state: RunState, limits: Limits) -> Decision:
+def _tell_stragglers(state: RunState, now: float, limits: Limits) -> Decision:
+    if now - state.compared_t < _COMPARE_RANK_S * len(state.ranks):
+        return state, []
+    state = replace(state, compared_t=now)
     slow = {one.rank: (one, middle) for one, middle in stragglers(state.ranks, limits)}
     new = [pair for rank, pair in slow.items() if rank not in state.slow]
     told: list[Action] = [
@@ -179,116 +246,36 @@ def _tell_stragglers(state: RunState, limits: Limits) -> Decision:
     return (replace(state, slow=frozenset(slow)) if slow.keys() != state.slow else state), told
 
 
-def _may_stand_by(state: RunState) -> bool:
-    """Standbys take CPU and disk while they import, so never while an attempt starts, ends or is in doubt."""
-    training = all(view.trained and not view.gone for view in state.ranks.values())
-    return training and state.phase is Phase.RUNNING and not state.stop and not state.standing_by
-
-
-def _find_fault(state: RunState, seen: Observation, now: float, limits: Limits) -> Fault | None:
-    """The one to blame: ranks that ended badly first, then lost nodes, then unexplained victims, then hangs."""
-    blamed = [
-        view.exit
-        for view in state.ranks.values()
-        if view.exit and view.exit.code not in (*_ENDED_WELL, ExitCode.PEER_FAILED, ExitCode.FENCED)
-    ]
-    if blamed:
-        # A rank that knows why it ends explains more than one that was killed.
-        return _exit_fault(state, min(blamed, key=lambda ended: (ended.code not in _HOPELESS, ended.rank)))
-    if seen.start_failed:
-        return Fault(Cause.NODE, seen.start_failed)
-    if seen.lost:
-        rank, what = min(seen.lost.items())
-        return Fault(Cause.NODE, what, rank=rank, step=state.ranks[rank].step if rank in state.ranks else None)
-    for view in state.ranks.values():
-        if view.exit and view.exit.code == ExitCode.FENCED:
-            return replace(_exit_fault(state, view.exit), cause=Cause.NODE)
-    if state.phase is Phase.SUSPECTING and now - state.since_t >= limits.suspect_grace_s:
-        victim = next(v.exit for v in state.ranks.values() if v.exit and v.exit.code == ExitCode.PEER_FAILED)
-        message = f"a collective broke in rank {victim.rank} and no rank was found that ended by its own fault"
-        return Fault(Cause.APPLICATION, message, victim.tail, exit_code=victim.code, step=state.step)
-    return None
-
-
-def _exit_fault(state: RunState, ended: RankExit) -> Fault:
-    view = state.ranks[ended.rank]
-    where = f" at step {view.step}" if view.first_step is not None else " before its first step"
-    message = f"rank {ended.rank} on {view.host or 'this host'} {describe_exit(ended.code)}{where}"
-    return Fault(
-        Cause.APPLICATION,
-        message,
-        ended.tail,
-        rank=ended.rank,
-        exit_code=ended.code,
-        step=view.step if view.first_step is not None else None,
-    )
-
-
-def describe_exit(code: int) -> str:
-    """What an exit code of a rank that nobody here killed says about its end."""
-    if code == -signal.SIGKILL:
-        return "was ended by signal 9, likely out of memory (the kernel or an administrator killed it)"
-    if code < 0:
-        try:
-            return f"was ended by signal {-code} ({signal.Signals(-code).name})"
-        except ValueError:
-            return f"was ended by signal {-code}"
-    return f"ended with exit code {code}"
-
-
-def _fail(state: RunState, fault: Fault, now: float, limits: Limits, page: str = "") -> Decision:
-    failures = {**state.failures, fault.cause: state.failures.get(fault.cause, 0) + 1}
-    crashes = 0
-    if fault.cause is not Cause.NODE:
-        crashes = state.crashes + 1 if state.crashes and state.crash_step == fault.step else 1
-    wait_s = min(limits.backoff_s * 2 ** (sum(failures.values()) - 1), limits.max_backoff_s)
-    state = replace(
-        state,
-        suspected=None,
-        failures=failures,
-        crash_step=fault.step,
-        crashes=crashes,
-        retry_t=now + wait_s,
-        why=fault.message,
-    )
-    outcome = _give_up(state, fault, limits)
-    plan = "The run ends" if outcome else f"attempt {state.attempt + 1} starts in {wait_s:g} s"
+def _fail(state: RunState, fault: Fault, seen: Observation, now: float, limits: Limits, page: str = "") -> Decision:
+    state, outcome, records = charge(state, fault, seen, now, limits, page)
     state, actions = _kill(state, now, outcome, "")
-    return state, [
-        *actions,
-        RecordFault(state.attempt, fault, plan, page),
-    ]  # writing may take time: the kill goes first
+    return state, [*actions, *records]  # writing may take time: the kill goes first
 
 
-def _give_up(state: RunState, fault: Fault, limits: Limits) -> Outcome | None:
-    """Why the run ends with this fault, or None: try again."""
-    if fault.exit_code == ExitCode.USER_ERROR:
-        return Outcome("failed", ExitCode.USER_ERROR, reason=f"not tried again, the input is wrong: {fault.text}")
-    if fault.exit_code == ExitCode.UNHEALTHY:
-        return Outcome("failed", ExitCode.FAILED, reason=f"not tried again, it would end the same way: {fault.text}")
-    if state.stop:
-        return replace(_stopped(state), reason=f"a fault while ending: {fault.text}")
-    if state.crashes >= limits.crash_loop:
-        where = f"at step {fault.step}" if fault.step is not None else "before the first step"
-        reason = f"crash loop: {state.crashes} attempts in a row ended {where}. The last: {fault.text}"
-        return Outcome("failed", ExitCode.FAILED, reason=reason)
-    budget = limits.max_failures[fault.cause]
-    if state.failures[fault.cause] > budget:
-        key = {
-            Cause.APPLICATION: "max_application_failures",
-            Cause.NODE: "max_node_failures",
-            Cause.HANG: "max_hangs",
-        }[fault.cause]
-        reason = (
-            f"{state.failures[fault.cause]} {fault.cause} failures since the last committed checkpoint exceed "
-            f"cluster.{key}={budget}. The last: {fault.text}"
-        )
-        return Outcome("failed", ExitCode.FAILED, reason=reason)
-    return None
+def _ended_well(state: RunState, codes: list[int], now: float, limits: Limits) -> Decision:
+    """All ranks have saved and ended: for good, or to go on elsewhere."""
+    if all(code == ExitCode.DONE for code in codes):
+        return _finish(state, Outcome("completed", ExitCode.DONE), "completed")
+    if state.stop or ExitCode.STOPPED in codes:
+        outcome = Outcome("stopped", ExitCode.STOPPED) if ExitCode.STOPPED in codes else stopped(state)
+        return _finish(state, outcome, outcome.event)
+    waiting = replace(state, phase=Phase.WAITING, since_t=now, retry_t=now, ranks={}, asked=False, moving="")
+    if state.moving:
+        return replace(waiting, why=state.moving), [RecordEnd(state.attempt, "moved")]
+    if limits.one_host:
+        return _finish(state, Outcome("interrupted", ExitCode.INTERRUPTED), "interrupted")
+    # Somebody ended the ranks of a node (a scheduler that takes it away): the rest of the cluster goes on.
+    failures = {**state.failures, Cause.PREEMPTION: state.failures.get(Cause.PREEMPTION, 0) + 1}
+    waiting = replace(waiting, failures=failures, why="ranks were asked to end from outside")
+    spent = over_budget(waiting, Cause.PREEMPTION, limits)
+    if spent:
+        return _finish(waiting, Outcome("interrupted", ExitCode.INTERRUPTED, reason=spent), "interrupted")
+    return waiting, [RecordEnd(state.attempt, "preempted")]
 
 
 def _kill(state: RunState, now: float, outcome: Outcome | None, reason: str) -> Decision:
-    return replace(state, phase=Phase.KILLING, since_t=now, outcome=outcome), [KillRanks(reason)]
+    killing = replace(state, phase=Phase.KILLING, since_t=now, outcome=outcome, asked=False, moving="", suspected=None)
+    return killing, [KillRanks(reason)]
 
 
 def _await_killed(state: RunState, now: float, limits: Limits) -> Decision:
@@ -306,23 +293,3 @@ def _finish(state: RunState, outcome: Outcome, attempt_word: str | None = None) 
     ended = replace(state, phase=Phase.ENDED, outcome=outcome, ranks={})
     ends: list[Action] = [RecordEnd(state.attempt, attempt_word)] if attempt_word else []
     return ended, [*ends, Finish(outcome)]
-
-
-def _stopped(state: RunState) -> Outcome:
-    if state.stop in (Stop.INTERRUPT, Stop.ABORT):
-        return Outcome("interrupted", ExitCode.INTERRUPTED)
-    return Outcome("stopped", ExitCode.STOPPED)
-
-
-def _ended_well(state: RunState, codes: list[int]) -> Outcome:
-    if ExitCode.STOPPED in codes:
-        return Outcome("stopped", ExitCode.STOPPED)
-    if ExitCode.INTERRUPTED in codes:
-        return Outcome("interrupted", ExitCode.INTERRUPTED)
-    return Outcome("completed", ExitCode.DONE)
-
-
-def _attempt_word(codes: list[int]) -> str:
-    if ExitCode.STOPPED in codes:
-        return "stopped"
-    return "interrupted" if ExitCode.INTERRUPTED in codes else "completed"

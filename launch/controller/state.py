@@ -2,7 +2,7 @@
 
 Takes → gives: `Observation` (what happened since the last look) goes into `policy.decide`, which
 gives the next `RunState` and the `Action`s that the controller carries out.
-Times are seconds of one monotonic clock. Own design (DESIGN section 7).
+Times are seconds of one monotonic clock. Own design (DESIGN section 7). `Phase` draws the transitions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,27 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
+
+from launch.controller.offers import NO_SLOTS, Seat, Slots
 
 
 class Phase(StrEnum):
-    """Where the controller is."""
+    """Where the controller is.
+
+        PLACING ──slots──► RUNNING ──a peer failed──► SUSPECTING
+           ▲                │ ▲ │ fault, stop --now       │ culprit, or nobody within the grace
+           │        silence │ │ └────────► KILLING ◄──────┘
+           │    heard again ▼ │              ▲  │
+           │             EXAMINING ──stacks──┘  │ all gone
+        retry_t                                 ▼
+           └──────────── WAITING ◄──────────────┘
+                            ▲ RUNNING, when all ranks have saved to move
+    ENDED follows RUNNING when all ranks ended well, KILLING when the fault or a request ends the run, and
+    PLACING or WAITING on a request, a lost lease, or when no slots are to be had in time. A move is what a
+    run does without a fault: to more ranks, or off a node that leaves; its ranks save and end, so that no
+    step is done twice.
+    """
 
     PLACING = "placing"  # slots are asked for; no rank process exists
     RUNNING = "running"  # the ranks of an attempt were told to start
@@ -31,6 +48,7 @@ class Cause(StrEnum):
     APPLICATION = "application"  # a rank ended by its own fault or by a signal that was not ours
     NODE = "node"  # an agent, a node or the way to it is gone
     HANG = "hang"  # a rank was silent for too long
+    PREEMPTION = "preemption"  # a node that had said that it leaves is gone, or its ranks were asked to end
 
 
 class Stop(StrEnum):
@@ -52,11 +70,13 @@ class Limits:
     backoff_s: float
     heartbeat_timeout_s: float
     start_timeout_s: float
+    spare_ranks: int = 0  # slots that are held beyond num_ranks
+    one_host: bool = False  # all slots are on the controller's own host
     max_backoff_s: float = 60.0
     crash_loop: int = 3  # crashes in a row at one step that end the run
     suspect_grace_s: float = 4.0  # wait for the culprit when only its victims ended (a silent node takes 3 s)
     kill_grace_s: float = 15.0  # wait for killed ranks to be gone
-    placing_grace_s: float = 5.0  # wait for all ranks before starting with fewer
+    placing_grace_s: float = 5.0  # wait for all ranks before the first attempt starts with fewer
     stop_timeout_s: float = 600.0  # from asking ranks to save until they are killed
     time_limit_s: float | None = None  # from the first look until the ranks are asked to save
     standbys: bool = False  # keep a standby for every rank
@@ -66,10 +86,16 @@ class Limits:
     examine_s: float = 1.0  # wait for the stacks of all ranks before a hung attempt is killed
     straggler_factor: float = 1.5  # a rank whose own work takes so many times the others' is told
     straggler_least_s: float = 0.01
+    standbys_within_s: float = 60.0  # a move to more ranks waits so long for their standbys
+    drain_margin_s: float = 60.0  # a leaving node is left so long before it goes, or when there is a replacement
+    quarantine_faults: int = 3  # of one host within the window, after which it is left out
+    quarantine_window_s: float = 86400.0
+    table_timeout_s: float = 60.0  # longest time without any knowledge of slots while none are held
+    slots_timeout_s: float = 3600.0  # longest wait for min_ranks slots
+    flap_s: float = 600.0  # a node lost so soon after the run grew doubles the wait before it grows again
 
 
-@dataclass(frozen=True, slots=True)
-class RankExit:
+class RankExit(NamedTuple):
     """A rank process ended."""
 
     rank: int
@@ -77,8 +103,7 @@ class RankExit:
     tail: str = ""  # last lines of its log
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(NamedTuple):
     """A heartbeat of a rank."""
 
     rank: int
@@ -109,8 +134,9 @@ class PhaseTimes:
 class Observation:
     """What happened since the last look."""
 
-    free_ranks: int | None = None  # ranks that could be placed now; None while unknown
-    placed: tuple[str, ...] | None = None  # host of each rank that slots were got for
+    held: Slots = NO_SLOTS  # slots on living agents
+    offers: Slots | None = None  # slots that could be taken besides; None while unknown
+    placed: tuple[Seat, ...] | None = None  # seat of each rank that slots were got for
     place_failed: str | None = None  # slots could not be got; try again
     start_failed: str | None = None  # a rank could not be spawned; the text says why
     exits: tuple[RankExit, ...] = ()
@@ -118,6 +144,7 @@ class Observation:
     lost: Mapping[int, str] = field(default_factory=dict)  # rank -> what was lost (its agent went silent)
     unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now: their silence is not theirs
     stacks: tuple[RankStack, ...] = ()
+    standbys: int | None = None  # slots whose standbys are ready
     committed_step: int | None = None
     stop: Stop | None = None
     fenced: str | None = None  # the lease went to somebody else
@@ -140,6 +167,7 @@ class RankView:
     own: tuple[float, ...] = ()  # its own work in the last steps
     exit: RankExit | None = None
     gone: bool = False  # ended, or lost with its node
+    node: str = ""
 
     @property
     def trained(self) -> bool:
@@ -157,6 +185,7 @@ class Fault:
     rank: int | None = None
     exit_code: int | None = None
     step: int | None = None
+    host: str = ""  # of the rank to blame
 
     @property
     def text(self) -> str:
@@ -175,20 +204,43 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """When more slots are looked for, and when they are used."""
+
+    standing: int = 0  # slots that standbys were asked for in this attempt
+    ready: int = 0  # slots whose standbys are ready
+    full_t: float | None = None  # since when there are slots for more ranks than run
+    look_t: float = 0.0  # more slots are asked for not before
+    grown_t: float | None = None  # when the run last moved to more ranks
+    wait_s: float = 0.0  # between two such moves; doubles while nodes flap
+
+
+@dataclass(frozen=True, slots=True)
 class RunState:
     """Everything that a decision depends on."""
 
     phase: Phase = Phase.PLACING
     since_t: float = 0.0  # when the phase began
     attempt: int = 0  # number of the current or last attempt
+    started: bool = False  # an attempt was started by this controller
+    exited: bool = False  # a rank of this attempt has ended
+    trained: bool = False  # every rank of this attempt has come through a step
     asked: bool = False  # slots were asked for and no answer has come yet
-    standing_by: bool = False  # standbys were asked for in this attempt
+    known_t: float | None = None  # when slots were last known of
+    judged_t: float = 0.0  # when the silence of all ranks was last looked at
+    compared_t: float = 0.0  # and their speed
     ranks: Mapping[int, RankView] = field(default_factory=dict)
     failures: Mapping[Cause, int] = field(default_factory=dict)  # since the last committed progress
+    evidence: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)  # host -> faults blamed on it
+    quarantined: frozenset[str] = frozenset()  # hosts that get no ranks any more
+    leaving: frozenset[str] = frozenset()  # hosts that have said that they go
     committed_step: int = -1
     crash_step: int | None = None  # where the last crash was
+    crash_host: str = ""  # and on which host, if all of the crashes in a row were there
     crashes: int = 0  # crashes in a row there
     retry_t: float = 0.0  # the next attempt starts not before
+    moving: str = ""  # why the ranks were asked to save and end, the run going on elsewhere
+    growth: Growth = Growth()
     stop: Stop | None = None
     stop_t: float = 0.0
     began_t: float | None = None  # the first look
@@ -209,9 +261,16 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Get slots for `num_ranks` ranks; the answer is `placed` or `place_failed`."""
+    """Have slots for `num_ranks` ranks, those that are held included; the answer is `placed` or `place_failed`.
+
+    Attributes:
+        without: hosts that are not taken, and given up where they are held.
+        keep: nothing is given up, ranks train there.
+    """
 
     num_ranks: int
+    without: frozenset[str] = frozenset()
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +284,7 @@ class StartRanks:
 
 @dataclass(frozen=True, slots=True)
 class StandBy:
-    """Have a standby made for every rank: the attempt trains, and the next one should start from warm processes."""
+    """Have a standby made for every slot: the attempt trains, and the next one should start from warm processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +329,14 @@ class RecordFault:
 
 
 @dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Write into the journal that a host gets no ranks any more, and tell the user why."""
+
+    host: str
+    evidence: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RecordEnd:
     """Write the end of an attempt into the journal."""
 
@@ -293,6 +360,7 @@ Action = (
     | AskRanks
     | KillRanks
     | RecordFault
+    | Quarantine
     | RecordEnd
     | Finish
 )

@@ -5,6 +5,7 @@ A rule names the sections that it looks at, so that it also runs while another s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
         ScheduleConfig,
     )
 
+
+_SECRET = re.compile(
+    r"(?i)(^|_)(api_?key|secret(_access)?(_key)?|access_key(_id)?|token|passwd|password|credentials?)$"
+)
 
 _DENOISED = ("encoder_decoder", "decoder")
 _TRAINED_BY: dict[str, tuple[str, ...]] = {
@@ -319,12 +324,18 @@ def _checkpoint_rules(checkpoint: CheckpointConfig, evaluation: EvalConfig, data
 
 
 def _cluster_rules(cluster: ClusterConfig) -> list[str]:
-    if cluster.min_ranks is None or cluster.min_ranks <= cluster.num_ranks:
-        return []
-    return [
-        f"cluster.min_ranks={cluster.min_ranks} is above cluster.num_ranks={cluster.num_ranks}. "
-        f"A run shrinks from num_ranks. Set cluster.min_ranks={cluster.num_ranks} or less."
+    problems = [
+        f"cluster.environment.{name} looks like a secret. Configs are copied into run directories and shown. "
+        f"Set {name} in the environment of the nodes (on this machine: of this shell), or name a file that holds it."
+        for name in cluster.environment
+        if _SECRET.search(name)
     ]
+    if cluster.min_ranks is not None and cluster.min_ranks > cluster.num_ranks:
+        problems.append(
+            f"cluster.min_ranks={cluster.min_ranks} is above cluster.num_ranks={cluster.num_ranks}. "
+            f"A run shrinks from num_ranks. Set cluster.min_ranks={cluster.num_ranks} or less."
+        )
+    return problems
 
 
 _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (

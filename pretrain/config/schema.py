@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from pretrain.config.clusters import ClusterTargets
+from pretrain.config.cluster import ClusterConfig as ClusterConfig
 from pretrain.config.families import AnyModelConfig as AnyModelConfig
 from pretrain.config.families import DecoderConfig as DecoderConfig
 from pretrain.config.families import EncoderConfig as EncoderConfig
@@ -49,7 +49,6 @@ from pretrain.config.units import (
     NonNegativeReal,
     PositiveInt,
     PositiveReal,
-    Seconds,
     Text,
     parse_count,
 )
@@ -320,40 +319,6 @@ class MetricsConfig(Section):
         default=None,
     )
     wandb: WandbConfig = setting("Weights & Biases", resume="free", default=WandbConfig())
-
-
-class ClusterConfig(ClusterTargets):
-    """Where the ranks run and how often which failure is forgiven."""
-
-    num_ranks: PositiveInt = setting("data-parallel ranks R", resume="logged", default=1)
-    min_ranks: PositiveInt | None = setting(
-        "fewest ranks that the run may shrink to; none means num_ranks", resume="free", default=None
-    )
-    device: Literal["cpu", "cuda"] = setting("device of a rank", resume="logged", default="cpu")
-    threads_per_rank: PositiveInt = setting("CPU threads of a rank (OMP)", resume="logged", default=1)
-    max_application_failures: Count = setting(
-        "restarts for a rank's own faults, counted since the last committed progress", resume="free", default=3
-    )
-    max_node_failures: Count = setting("restarts for lost nodes, counted likewise", resume="free", default=10)
-    max_hangs: Count = setting("restarts for hung ranks, counted likewise", resume="free", default=3)
-    backoff_s: Seconds = setting("first wait before a restart; doubles, up to 60 s", resume="free", default=0.5)
-    standbys: Flag = setting(
-        "keep a process per rank that has imported everything (0.3 GB each), so that a restart takes a second",
-        resume="free",
-        default=True,
-    )
-    time_limit_s: Seconds | None = setting(
-        "seconds from the start of this command until the run saves, ends with exit code 5 and can be resumed; "
-        "none means no limit",
-        resume="free",
-        default=None,
-    )
-    stop_grace_s: Seconds = setting(
-        "seconds that ranks have to save when the run is asked to end; then they are killed",
-        resume="free",
-        default=600.0,
-    )
-    environment: dict[str, str] = setting("extra environment of the ranks", resume="logged", default={})
 
 
 class RunConfig(Section):

@@ -1,10 +1,11 @@
 """A run's directory: what lies where, how a run is found, claimed, stopped and read.
 
-run.yaml  tokenizer.json  journal/  lease/  control/  checkpoints/  metrics/  logs/  samples/  plots/
+run.yaml  tokenizer.json  journal/  lease/  attempts/  control/  checkpoints/  metrics/  logs/  samples/  plots/
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Literal
 
 from pretrain.config import ConfigChange, RunConfig, describe_changes, diff_configs
 from pretrain.config.schema import NAME_PATTERN
-from pretrain.errors import ConfigError, PretrainError, RunError
+from pretrain.errors import ConfigError, FencedError, PretrainError, RunError
 from pretrain.rundir.journal import Event, JournalWriter, read_events
 from pretrain.rundir.lease import Lease
 from pretrain.rundir.records import DamagedFileError, decode_record, encode_record
@@ -159,6 +160,11 @@ class RunDirectory:
         self.store.put(CONFIG_KEY, encode_config(config))
 
     def _create(self, config: RunConfig) -> bool:
+        place = self.store.local_path(CONFIG_KEY)
+        if place is not None:
+            with contextlib.suppress(OSError):  # the write below explains what is wrong
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.parent.chmod(0o700)  # logs, samples and configs are their owner's alone
         try:
             return self.store.put_if_absent(CONFIG_KEY, encode_config(config))
         except UnsupportedError:
@@ -203,6 +209,24 @@ class RunDirectory:
             stems = [name.removeprefix("attempt-").removesuffix(".jsonl") for name in self.store.names(folder)]
             used += [int(stem) for stem in stems if stem.isdigit()]
         return max(used, default=0) + 1
+
+    def open_attempt(self, attempt: int) -> None:
+        """From now on only this attempt's ranks may publish. Raises StoreError.
+
+        Ranks that were cut off from their controller live on for some seconds under the lease of the same
+        controller; the number tells them from those that replaced them.
+        """
+        self.store.put(f"attempts/{attempt:06d}.json", encode_record({"attempt": attempt, "t": time.time()}))
+
+    def check_attempt(self, attempt: int) -> None:
+        """Called by a rank right before anything is published or deleted. Raises FencedError or StoreError."""
+        stems = [name.removesuffix(".json") for name in self.store.names("attempts")]
+        newest = max([int(stem) for stem in stems if stem.isdigit()], default=0)
+        if newest > attempt:
+            raise FencedError(
+                f"attempt {newest} of {self.url} is newer than attempt {attempt} of this process. "
+                "Only the newest may publish. This process ends and writes nothing more."
+            )
 
     # --------------------------------------------------------------------------------------- requests
 

@@ -46,6 +46,7 @@ class EventKind(StrEnum):
     ROLLED_BACK = "rolled_back"  # attempt, step, to_step, rows: jumped over from now on, why
     STRAGGLER = "straggler"  # attempt, rank, host, median_s, p90_s, others_median_s: its own work per step
     FAULT = "fault"  # attempt, cause, rank, exit_code, message, report: of a hang, with the stacks of all ranks
+    QUARANTINED = "quarantined"  # host, evidence: messages of the faults that were blamed on it
     ATTEMPT_ENDED = "attempt_ended"  # attempt, outcome
     TAKEOVER = "takeover"
     COMPLETED = "completed"  # step; this and the following end a run

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -70,8 +70,18 @@ def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -
     device = _prepare_device(config, world)
     with _process_group(config, world, device):
         heartbeat.stage("process_group")
-        place = Place(run, world, device, attempt, lease.check, reporter, heartbeat, stop, log)
+        place = Place(run, world, device, attempt, _fence(run, attempt, lease), reporter, heartbeat, stop, log)
         return _train_here(config, place)
+
+
+def _fence(run: RunDirectory, attempt: int, lease: Lease) -> Callable[[], None]:
+    """Raises FencedError when another controller or a later attempt of this one has the run."""
+
+    def check() -> None:
+        lease.check()
+        run.check_attempt(attempt)
+
+    return check
 
 
 def run_standalone(

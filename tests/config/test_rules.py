@@ -48,6 +48,12 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "health.data_timeout_s=120, .* do not rise. The rule is data < collective < heartbeat",
     ),
     ({"cluster.min_ranks": 2}, "cluster.min_ranks=2 is above cluster.num_ranks=1"),
+    ({"cluster.environment": {"WANDB_API_KEY": "x"}}, "cluster.environment.WANDB_API_KEY looks like a secret"),
+    (
+        {"cluster.environment": {"AWS_SECRET_ACCESS_KEY": "x"}},
+        "cluster.environment.AWS_SECRET_ACCESS_KEY looks like a secret",
+    ),
+    ({"cluster.environment": {"HF_TOKEN": "x"}}, "cluster.environment.HF_TOKEN looks like a secret"),
 ]
 
 

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 
 from launch.agents.agent import SECRET_VARIABLE
+from launch.controller.offers import Offer
 from tests.launch.runs import ROOT
 
 
 class ProcessNodes:
     def __init__(self, slots: Mapping[str, int]) -> None:
         self.slots = dict(slots)
+        self.leaving_s: dict[str, float] = {}
+        self.doors: dict[str, tuple[str, int]] = {}
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
-    def free_slots(self) -> dict[str, int]:
-        return {node: count for node, count in self.slots.items() if node not in self.agents}
+    def offers(self) -> dict[str, Offer]:
+        return {
+            node: Offer(0 if node in self.agents else count, socket.gethostname(), self.leaving_s.get(node))
+            for node, count in self.slots.items()
+        }
+
+    def door(self, node: str) -> tuple[str, int] | None:
+        return self.doors.get(node)
 
     def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
         for node in slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from launch.controller.attempt import RankSetting
 from launch.controller.crew import Crew
 from launch.controller.hub import Hub
+from launch.controller.offers import Offer, Seat
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -22,8 +24,11 @@ class OneNode:
     def __init__(self) -> None:
         self.launched: tuple[tuple[str, int], str] | None = None
 
-    def free_slots(self) -> dict[str, int]:
-        return {"n": 1}
+    def offers(self) -> dict[str, Offer]:
+        return {"n": Offer(1, "h")}
+
+    def door(self, node: str) -> None:
+        return None
 
     def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
         self.launched = controller, secret
@@ -54,7 +59,7 @@ def test_ranks_that_start_after_a_word_was_said_hear_it_too():
     nodes = OneNode()
     crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 5.0)
     try:
-        while crew.free_ranks() is None:
+        while crew.offers() is None:
             crew.look(0.01)
         crew.place(1)
         while nodes.launched is None:
@@ -100,15 +105,15 @@ def test_a_stranger_cannot_deafen_the_controller(garbage):
 
 def test_ranks_can_be_started_on_living_agents_while_nobody_knows_of_free_slots():
     class Forgetful(OneNode):
-        def free_slots(self) -> dict[str, int]:
+        def offers(self) -> dict[str, Offer]:
             if self.launched:
                 raise ConnectionError("the control service of Ray is gone")
-            return {"n": 1}
+            return super().offers()
 
     nodes = Forgetful()
     crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 60.0)
     try:
-        while crew.free_ranks() is None:
+        while crew.offers() is None:
             crew.look(0.01)
         crew.place(1)
         while nodes.launched is None:
@@ -117,10 +122,41 @@ def test_ranks_can_be_started_on_living_agents_while_nobody_knows_of_free_slots(
             _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
             while crew.look(0.01).placed is None:
                 pass
-            while crew._free is not None:  # looked at once a second
+            while crew.offers() is not None:  # looked at twice a second
                 crew.look(0.01)
-            assert crew.free_ranks() == 1
+            assert crew.held().nodes == {"n": Offer(1, "h")}
             crew.place(1)
-            assert crew.look(0.01).placed == ("h",)
+            assert crew.look(0.01).placed == (Seat("n", "h"),)
     finally:
         crew.close()
+
+
+@pytest.mark.parametrize(("answers", "least_s", "most_s"), [(True, 0.95, 5.0), (False, 0.25, 0.9)])
+def test_a_silent_agent_has_more_time_where_its_host_takes_connections(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, least_s: float, most_s: float
+) -> None:
+    monkeypatch.setattr("launch.controller.crew.CONTROLLER_SILENT_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        class Reachable(OneNode):
+            def door(self, node: str) -> tuple[str, int]:
+                return ("127.0.0.1", door.getsockname()[1] if answers else 9)
+
+        nodes = Reachable()
+        crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 0.3)
+        try:
+            while crew.offers() is None:
+                crew.look(0.01)
+            crew.place(1)
+            while nodes.launched is None:
+                crew.look(0.01)
+            with socket.create_connection(nodes.launched[0]) as agent:
+                _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
+                while crew.look(0.01).placed is None:
+                    pass
+                began = time.monotonic()
+                while crew.held().nodes:
+                    crew.look(0.01)
+                assert least_s <= time.monotonic() - began < most_s
+        finally:
+            crew.close()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.controller.offers import NO_SLOTS, Offer, Seat, Slots
 from launch.controller.policy import decide
 from launch.controller.state import (
     Action,
@@ -37,11 +38,21 @@ from launch.controller.state import (
 LIMITS = Limits(
     num_ranks=2,
     min_ranks=2,
-    max_failures={Cause.APPLICATION: 3, Cause.NODE: 2, Cause.HANG: 1},
+    max_failures={Cause.APPLICATION: 3, Cause.NODE: 2, Cause.HANG: 1, Cause.PREEMPTION: 5},
     backoff_s=0.5,
     heartbeat_timeout_s=10.0,
     start_timeout_s=30.0,
 )
+
+
+def offers(*slots: int, start: int = 0, leaving: dict[int, float] | None = None) -> Slots:
+    """A node per number of slots; `leaving`: seconds that a node still has, by its number."""
+    numbers = range(start, start + len(slots))
+    return Slots.of({f"node{i}": Offer(slots[i - start], f"host{i}", (leaving or {}).get(i)) for i in numbers})
+
+
+def seats(*hosts: int) -> tuple[Seat, ...]:
+    return tuple(Seat(f"node{host}", f"host{host}") for host in hosts)
 
 
 class Play:
@@ -49,17 +60,19 @@ class Play:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.limits, self.state, self.now = limits, RunState(), 0.0
+        self.held = NO_SLOTS
         self.actions: list[Action] = []
 
     def see(self, *, after: float = 0.1, **seen: Any) -> list[Action]:
         self.now += after
+        seen.setdefault("held", self.held)
         self.state, actions = decide(self.state, Observation(**seen), self.now, self.limits)
         self.actions += actions
         return actions
 
     def start(self, ranks: int = 2) -> Play:
-        self.see(free_ranks=ranks)
-        self.see(placed=tuple(f"host{rank}" for rank in range(ranks)))
+        self.see(offers=offers(*[1] * ranks), after=LIMITS.placing_grace_s + 0.1)
+        self.see(placed=seats(*range(ranks)))
         assert self.state.phase is Phase.RUNNING
         return self
 
@@ -96,9 +109,9 @@ def kinds(actions: Sequence[Action]) -> list[type]:
 
 def test_a_run_that_nobody_touches_is_placed_started_and_completed() -> None:
     play = Play()
-    assert play.see(free_ranks=2) == [Place(2)]
+    assert play.see(offers=offers(1, 1)) == [Place(2)]
     assert play.see() == []
-    assert play.see(placed=("a", "b")) == [StartRanks(1, 2, "first start")]
+    assert play.see(placed=seats(0, 1)) == [StartRanks(1, 2, "first start")]
     play.train(0, 1)
     assert play.see(exits=(RankExit(0, 0),)) == []
     ended = play.see(exits=(RankExit(1, 0),), committed_step=2)
@@ -116,6 +129,7 @@ def test_a_killed_rank_is_blamed_by_name_host_and_signal_and_the_others_are_kill
 
 def test_standbys_are_asked_for_once_an_attempt_and_only_when_every_rank_trains() -> None:
     play = Play(replace(LIMITS, standbys=True)).start()
+    play.held = offers(1, 1)
     play.train(5)  # the first step is not done yet
     play.see(beats=(Beat(0, "step", 6),))
     assert StandBy() not in play.actions
@@ -140,10 +154,10 @@ def test_nothing_stands_by_for_a_run_that_is_asked_to_end_or_does_not_want_it() 
 def test_the_next_attempt_waits_for_all_ranks_to_be_gone_and_for_the_backoff() -> None:
     play = Play().start().train(0)
     play.crash(rank=1)
-    assert play.see(free_ranks=2, after=5.0) == []  # rank 0 was killed but is not gone yet
+    assert play.see(offers=offers(2), after=5.0) == []  # rank 0 was killed but is not gone yet
     assert play.bury() == [RecordEnd(1, "failed")]
-    assert play.see(free_ranks=2) == [Place(2)]
-    assert play.see(placed=("a", "b"))[0] == StartRanks(
+    assert play.see(offers=offers(2)) == [Place(2)]
+    assert play.see(placed=seats(0, 1))[0] == StartRanks(
         2,
         2,
         "rank 1 on host1 was ended by signal 9, likely out of memory (the kernel or an administrator killed it) "
@@ -236,8 +250,8 @@ def test_a_lost_node_shrinks_the_run_only_as_far_as_min_ranks_allows() -> None:
         assert play.faults[0].cause is Cause.NODE
         play.bury()
         play.now = play.state.retry_t
-        play.see(free_ranks=1)
-        play.see(free_ranks=1, after=LIMITS.placing_grace_s + 0.1)
+        play.see(offers=offers(1))
+        play.see(offers=offers(1), after=LIMITS.placing_grace_s + 0.1)
     assert not any(isinstance(action, Place) and action.num_ranks == 1 for action in strict.actions)
     assert elastic.actions[-1] == Place(1)
 
@@ -286,7 +300,7 @@ def test_stop_now_kills_and_a_second_ctrl_c_too(stop: Stop, code: int) -> None:
 
 def test_a_request_while_nothing_runs_ends_at_once() -> None:
     play = Play()
-    play.see(free_ranks=0)
+    play.see(offers=NO_SLOTS)
     play.see(stop=Stop.STOP)
     assert play.outcome == Outcome("stopped", 4)
 
@@ -310,8 +324,9 @@ def test_a_lost_lease_kills_and_ends_with_7() -> None:
 
 observations = st.builds(
     Observation,
-    free_ranks=st.sampled_from([None, 0, 1, 2, 3]),
-    placed=st.sampled_from([None, ("a", "b"), ("a",)]),
+    offers=st.sampled_from([None, NO_SLOTS, offers(1), offers(1, 1), offers(3), offers(1, 2, leaving={1: 5.0})]),
+    held=st.sampled_from([NO_SLOTS, NO_SLOTS, offers(1), offers(1, 2), offers(1, 1, leaving={1: 5.0})]),
+    placed=st.sampled_from([None, seats(0, 1), seats(0)]),
     place_failed=st.sampled_from([None, "taken"]),
     start_failed=st.sampled_from([None, None, None, "no such file"]),
     exits=st.lists(
@@ -335,8 +350,7 @@ def test_whatever_is_seen_attempts_never_overlap_and_nothing_follows_the_end(
     state, now, running = RunState(), 0.0, False
     for wait, seen in story:
         now += wait
-        placing = state.phase in (Phase.PLACING, Phase.WAITING)
-        if not (placing and state.asked):
+        if not state.asked:
             seen = replace(seen, placed=None, place_failed=None)
         ended = state.phase is Phase.ENDED
         state, actions = decide(state, seen, now, LIMITS)

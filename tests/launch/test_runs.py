@@ -83,7 +83,56 @@ def test_logs_follow_prints_what_comes_later_and_ends_with_the_run(
     assert main(["logs", "one", "-f"]) == 0
     thread.join()
     lease.release()
-    assert capfd.readouterr().out == "first line\nsecond line\n--- attempt 2 ---\nof attempt two\n"
+    assert capfd.readouterr().out == "r0 | first line\nr0 | second line\n--- attempt 2 ---\nr0 | of attempt two\n"
+
+
+def test_logs_of_all_ranks_name_the_rank_and_print_each_line_once_and_one_rank_comes_as_it_is(
+    tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, lease = make_run(tmp_path, home, "one")
+    run.store.put(run.log_key(1, 1), b"same line\nsame line\nnot finished")
+    run.store.put(run.log_key(1, 0), b"same line\n")
+    lease.release()
+    assert main(["logs", "one"]) == 0
+    assert capfd.readouterr().out == "r0 | same line\nr1 | same line\nr1 | same line\nr1 | not finished\n"
+    assert main(["logs", "one", "--rank", "1"]) == 0
+    assert capfd.readouterr().out == "same line\nsame line\nnot finished"
+
+
+def test_logs_on_a_terminal_colour_ranks_unless_no_color_is_set(
+    tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, home, "one")[1].release()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(["logs", "one"]) == 0
+    assert capfd.readouterr().out == "\x1b[36mr0 | \x1b[0mfirst line\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["logs", "one"]) == 0
+    assert capfd.readouterr().out == "r0 | first line\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["logs", "one", "--attempt", "0"], "--attempt=0 is wrong. The first attempt is 1"),
+        (["logs", "one", "--rank", "-1"], "--rank=-1 is wrong. The first rank is 0"),
+        (["logs", "one", "--attempt", "7"], "no log of any rank in attempt 7"),
+        (["resume", "one", "name=two"], "name=two cannot be changed"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    make_run(tmp_path, home, "one")[1].release()
+    assert main(words) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_home_that_is_a_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["list", "--home", str(tmp_path / "file")]) == 2
+    assert f"--home={tmp_path}/file is a file" in capsys.readouterr().err
 
 
 def test_logs_of_a_rank_that_never_was_is_a_user_error(

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s:
         time.sleep(0.05)
     process.kill()
     raise AssertionError(f"did not happen: {process.communicate()}")
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Ends a command that a failed test leaves running, instead of waiting for it."""
+    try:
+        with process:
+            try:
+                yield process
+            except BaseException:
+                process.kill()
+                raise
+    finally:
+        process.kill()
 
 
 def committed(home: Path, name: str) -> bool:

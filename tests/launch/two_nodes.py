@@ -21,6 +21,7 @@ def free_port() -> int:
 def main() -> None:
     os.environ["RAY_TMPDIR"] = sys.argv[1]  # also the file that names the current cluster, which `auto` reads
     Path(sys.argv[1], "ray").mkdir(parents=True)
+    os.environ.update(RAY_raylet_start_wait_time_s="120")  # 30 s are too few on a busy machine
     from ray.cluster_utils import Cluster
 
     port = free_port()

@@ -311,3 +311,17 @@ def test_a_run_on_an_object_store_can_be_claimed_and_read() -> None:
     assert [status.name for status in list_runs(home)] == ["tiny"]
     with pytest.raises(RunError, match="exists already"):
         RunDirectory.claim(config(), resume="never", home=home)
+
+
+# ----------------------------------------------------------------------------------------- attempts
+
+
+def test_only_the_newest_attempt_passes_the_check_before_it_publishes(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.check_attempt(1)  # a run of an older version has opened none
+    run.open_attempt(1)
+    run.check_attempt(1)
+    run.open_attempt(2)
+    run.check_attempt(2)
+    with pytest.raises(FencedError, match=r"attempt 2 of .* is newer than attempt 1 of this process"):
+        run.check_attempt(1)
