@@ -24,7 +24,7 @@ from pretrain.config import RunConfig, config_from_dict
 
 LENGTH, RANKS = 512, 2
 # With it glibc gives freed memory back, so the resident set is what is in use.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
 _SMALL = {
     "family": "decoder",
     "vocabulary_size": 8192,
@@ -144,7 +144,6 @@ def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
     """Bytes above the start by phase: engine, then forward with backward, step, and what stays, of the second step."""
     import torch
 
-    from benchmarks.step import dense_batch
     from pretrain.engine.distributed import start_process_group
     from pretrain.engine.engine import Engine
     from pretrain.model.registry import build_model
@@ -165,7 +164,7 @@ def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
     engine, built = _peak_of(build)
     generator = torch.Generator().manual_seed(rank)
     size = (case.micro_batch_size, LENGTH + 1)
-    batches = [dense_batch(j, torch.randint(8192, size, generator=generator)) for j in range(2)]
+    batches = [_dense(j, torch.randint(8192, size, generator=generator)) for j in range(2)]
     tokens = sum(batch.target_tokens for batch in batches) * RANKS
 
     def accumulate() -> None:
@@ -180,11 +179,31 @@ def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
     return {name: value - before for name, value in phases.items()}
 
 
+def _dense(index: int, ids: Any) -> Any:
+    """A micro-batch of [rows, length + 1] ids, each row one document."""
+    from pretrain.sequence import Batch, SeqInfo
+
+    rows, length = ids.shape[0], ids.shape[1] - 1
+    return Batch(
+        index=index,
+        decoder_ids=ids[:, :-1].reshape(-1),
+        decoder_info=SeqInfo.from_lengths([length] * rows),
+        labels=ids[:, 1:].reshape(-1),
+        encoder_ids=None,
+        encoder_info=None,
+        dropout_key=index,
+        target_tokens=rows * length,
+        target_bytes=rows * length,
+        digest=0,
+    )
+
+
 def _measure_here(case: Case) -> list[dict[str, int]]:
     """Forks the ranks from this process, which has imported everything once."""
     import deepspeed  # noqa: F401
 
-    import benchmarks.step  # noqa: F401
+    import pretrain.engine.engine
+    import pretrain.model.registry  # noqa: F401
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
