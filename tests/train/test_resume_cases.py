@@ -60,7 +60,10 @@ def test_after_a_resume_the_optimizer_steps_with_the_rates_of_an_uninterrupted_r
     _train(rank_pool, tiny, tmp_path, "torn", "schedule.total_steps=20")
     _train(rank_pool, tiny, tmp_path, "whole", "schedule.total_steps=20")
     torn, whole = _rates(tmp_path, "torn"), _rates(tmp_path, "whole")
-    assert torn == whole  # 10 and 10 steps: nothing was repeated
+    begun = 30 - len(torn)  # 10 steps, then those from the newest checkpoint on, which the end may have cut short
+    assert begun in (5, 10)
+    assert torn[:10] == whole[:10]
+    assert torn[10:] == whole[begun:]
     assert [rates[0] for rates in whole] == pytest.approx([_cosine(step, 20) for step in range(20)], rel=1e-6)
     assert all(len(set(rates)) == 1 for rates in whole)
     records = steps_of(tmp_path / "torn")
