@@ -65,7 +65,9 @@ def _main(target: str, arguments: str, answer: str) -> None:
 
     from pretrain.engine.distributed import start_process_group, stop_process_group
     from pretrain.topology import World
+    from pretrain.train.watch import die_with_parent
 
+    die_with_parent()
     torch.set_num_threads(1)
     world = World.from_environment()
     start_process_group(world, torch.device("cpu"), 120.0)

@@ -115,12 +115,11 @@ def _stateful(config: RunConfig, weights: Mapping[str, Tensor]) -> Stateful:
     """Whole weights and an optimizer that has not stepped, as an engine would show them."""
     import torch
 
+    from pretrain.engine.engine import group_of_each, optimizer_of
     from pretrain.engine.state import FreshState
     from pretrain.model.registry import build_model
-    from pretrain.optim.groups import parameter_groups
-    from pretrain.optim.optimizers import build_optimizer
 
     with torch.device("meta"):
         model = build_model(config.model, config.loss, seed=config.seed, initial=False)
-    optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
-    return FreshState(weights, optimizer, [name for name, _ in model.named_parameters()])
+    optimizer = optimizer_of(model, config.optimizer)
+    return FreshState(weights, optimizer, group_of_each(model, optimizer, ()))

@@ -39,7 +39,8 @@ def _register_looking(actions: argparse._SubParsersAction[argparse.ArgumentParse
     verify = actions.add_parser(
         "verify",
         help="read and hash every byte",
-        description="Verifies checkpoints by the sha256 of every file. Exit code 2 if one is damaged.",
+        description="Verifies checkpoints by the sha256 of every piece of every file. Exit code 2 if one is damaged. "
+        "One that a restore had set aside and that is good again is used again.",
     )
     verify.add_argument("run", metavar="RUN", help=_RUN_HELP)
     verify.add_argument("checkpoint", metavar="CHECKPOINT", nargs="?", help="name of one; default: all published ones")
@@ -117,7 +118,7 @@ def list_(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     from launch.tables import print_rows
-    from pretrain.checkpoint import CheckpointInfo, list_checkpoints, verify_checkpoint
+    from pretrain.checkpoint import CheckpointInfo, list_checkpoints, take_back, verify_checkpoint
     from pretrain.rundir import RunDirectory
 
     store = RunDirectory.locate(args.run).checkpoints
@@ -127,14 +128,16 @@ def verify(args: argparse.Namespace) -> int:
         problems = verify_checkpoint(store, name)
         if problems == [CheckpointInfo.UNFINISHED] and not args.checkpoint:
             continue  # the leftover of an interrupted save is no checkpoint
-        rows.append({"name": name, "good": not problems, "problems": problems})
+        back = not problems and take_back(store, name)
+        rows.append({"name": name, "good": not problems, "problems": problems, "taken_back": back})
     if not rows:
         raise CheckpointError(
             f"no published checkpoint in {store.url}. Train until checkpoint.every_steps have passed."
         )
     if not args.json:
         for row in rows:
-            row["result"] = "; ".join(row["problems"]) or "every byte as written"
+            good = "every byte as written" + (", used again from now on" if row["taken_back"] else "")
+            row["result"] = "; ".join(row["problems"]) or good
     print_rows(("name", "result"), rows, as_json=args.json)
     return ExitCode.DONE if all(row["good"] for row in rows) else ExitCode.USER_ERROR
 

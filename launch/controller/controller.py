@@ -56,6 +56,7 @@ RANK_EVENTS = {
     kind.value: kind
     for kind in (
         EventKind.RESTORED,
+        EventKind.STARTED_FROM,
         EventKind.TRAINING,
         EventKind.COMMITTED,
         EventKind.SAVE_FAILED,

@@ -1,12 +1,13 @@
 """Checkpoints: flat fp32 ranges by parameter name, of any ranks and ZeRO stage, published last or not at all."""
 
-from pretrain.checkpoint.copy import prepare_copy
-from pretrain.checkpoint.holds import pin, reading, unpin
+from pretrain.checkpoint.copy import file_bytes, prepare_copy
+from pretrain.checkpoint.holds import pin, reading, take_back, unpin
 from pretrain.checkpoint.listing import CheckpointInfo, list_checkpoints, verify_checkpoint
 from pretrain.checkpoint.memory import COPIES, MemoryCopy, MemoryTier
 from pretrain.checkpoint.restore import Restored, restore
 from pretrain.checkpoint.retention import Best, Retention, discard_after, prune
 from pretrain.checkpoint.save import SaveHandle, save
+from pretrain.checkpoint.start import Selection, Started, start_from
 from pretrain.checkpoint.weights import (
     Difference,
     StoredWeights,
@@ -29,9 +30,12 @@ __all__ = [
     "Restored",
     "Retention",
     "SaveHandle",
+    "Selection",
+    "Started",
     "StoredWeights",
     "diff_checkpoints",
     "discard_after",
+    "file_bytes",
     "list_checkpoints",
     "newest_checkpoint",
     "open_verified",
@@ -44,6 +48,8 @@ __all__ = [
     "reading",
     "restore",
     "save",
+    "start_from",
+    "take_back",
     "unpin",
     "verify_checkpoint",
     "weights_sha256",

@@ -1,20 +1,21 @@
-"""Reading a checkpoint's files: slices by header offsets, and hashes of whole files.
+"""Reading a checkpoint's files: any range of any parameter and key, checked piece by piece.
 
-takes -> a checkpoint's store and manifest; gives -> tensors of any range of any parameter and key.
-Local files are mapped (only touched pages are read), remote ones are read by range. Nothing here
-trusts a file: the caller verifies before it uses what it read.
+takes -> a checkpoint's store and manifest; gives -> filled tensors. Every piece of a file (8 MiB, with a
+checksum of its own) that holds something wanted is read once, checked, and only then copied from; so what
+was checked is what is used, and nothing is read that nobody needs. Several threads read at once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 import struct
-from collections.abc import Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from pretrain.checkpoint.digests import chunk_bounds, digest
 from pretrain.checkpoint.format import (
     MANIFEST,
     FileEntry,
@@ -26,90 +27,197 @@ from pretrain.checkpoint.format import (
 from pretrain.errors import CheckpointError, StoreError
 from pretrain.store import NotFoundError, Store
 
-CHUNK_BYTES = 8 * 2**20
 _MAX_HEADER_BYTES = 2**30
 
 
-class CheckpointFiles:
-    """Open files of one checkpoint; a context manager."""
+@runtime_checkable
+class Ranges(Protocol):
+    """A place that files are read from: a store, or a peer's memory."""
 
-    def __init__(self, store: Store, manifest: Manifest) -> None:
-        """`store` is the checkpoint's own folder."""
-        self._store, self._manifest = store, manifest
+    url: str
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Exactly `length` bytes from `start`. Raises StoreError."""
+        ...
+
+
+Sources = Callable[[str], Sequence[Ranges]]  # name of a file -> the places that hold it, the preferred one first
+
+
+def only_in(store: Ranges) -> Sources:
+    """All files lie in one place."""
+    return lambda file: (store,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Elements of a file that go to a tensor: byte range [start, stop) of the file, their type, where they go."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+
+class CheckpointFiles:
+    """Reads ranges of a checkpoint, each piece of a file once, and checks every piece before a byte of it is used.
+
+    `notes` tells what was unusual.
+    """
+
+    def __init__(self, sources: Sources, manifest: Manifest, threads: int = 1) -> None:
+        """`sources` of the checkpoint's own folder."""
+        self._sources, self._threads, self._name = sources, threads, manifest.name
         self._names = list(manifest.parameters)
         self._headers: dict[str, dict[str, TensorSlot]] = {}
-        self._maps: dict[str, mmap.mmap] = {}
-        self._pieces: dict[str, list[tuple[int, int, FileEntry]]] = {name: [] for name in self._names}
+        self._ranges: dict[str, list[tuple[int, int, FileEntry]]] = {name: [] for name in self._names}
+        self._planned: dict[str, tuple[FileEntry, list[_Piece]]] = {}
+        self._converted: set[tuple[str, str, str]] = set()
+        self._wrong: list[str] = []
         for file in manifest.files:
             for index, start, count in file.ranges:
-                self._pieces[self._names[index]].append((start, count, file))
+                self._ranges[self._names[index]].append((start, count, file))
 
-    def __enter__(self) -> CheckpointFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # Tensors over a mapping may still live; then the mapping ends with the last of them.
-        self._maps.clear()
-
-    def fill(self, target: torch.Tensor, key: str, parameter: str, start: int) -> None:
-        """Copies elements start <= i < start + len(target) of the parameter's `key` into a 1-D tensor.
+    def plan(self, target: torch.Tensor, key: str, parameter: str, start: int) -> None:
+        """Elements start <= i < start + len(target) of the parameter's `key` are to go into a 1-D tensor.
 
         Raises:
-            CheckpointError: the files do not hold that range.
-            StoreError: a read failed.
+            CheckpointError: the files do not hold that range, or a file's header is damaged.
+            StoreError: a header cannot be read.
         """
-        end, copied = start + target.numel(), 0
-        for first, count, file in self._pieces.get(parameter, []):
+        end, found = start + target.numel(), 0
+        for first, count, file in self._ranges.get(parameter, []):
             low, high = max(first, start), min(first + count, end)
             if low < high:
-                source = self._slice(file, tensor_name(key, parameter), low - first, high - low)
-                target[low - start : high - start].copy_(source)
-                copied += high - low
-        if copied != target.numel():
+                slot = self._slot(file, tensor_name(key, parameter), high - first)
+                begin = slot.start + (low - first) * slot.dtype.itemsize
+                piece = _Piece(
+                    begin, begin + (high - low) * slot.dtype.itemsize, slot.dtype, target[low - start : high - start]
+                )
+                self._planned.setdefault(file.name, (file, []))[1].append(piece)
+                found += high - low
+                if slot.dtype != target.dtype:
+                    self._converted.add((key, _short(slot.dtype), _short(target.dtype)))
+        if found != target.numel():
             raise CheckpointError(
-                f"{self._store.url} holds {copied} of {target.numel()} elements of {parameter} ({key}). "
+                f"{self._name} holds {found} of {target.numel()} elements of {parameter} ({key}). "
                 "A checkpoint covers every element once. Use another checkpoint."
             )
 
-    def _slice(self, file: FileEntry, name: str, offset: int, count: int) -> torch.Tensor:
+    def dtype(self, key: str, parameter: str) -> torch.dtype:
+        """In which type the files hold a parameter's `key`. Raises CheckpointError when they do not."""
+        for _, count, file in self._ranges.get(parameter, []):
+            return self._slot(file, tensor_name(key, parameter), count).dtype
+        return torch.float32  # a parameter without elements
+
+    def read(self) -> None:
+        """Fills all targets, several pieces at once; memory for one piece per thread.
+
+        Raises:
+            CheckpointError: bytes are not as they were written; targets may hold a part.
+            StoreError: a read failed.
+        """
+        self._work(self._load)
+        self._planned.clear()
+
+    def check(self) -> None:
+        """Looks at all that was planned without using it. Raises what `read` does."""
+        self._work(lambda file, number, pieces: self._verified(file, number))
+
+    def _work(self, action: Callable[[FileEntry, int, list[_Piece]], object]) -> None:
+        work = [
+            (file, number, wanted)
+            for file, pieces in self._planned.values()
+            for number, wanted in _by_chunk(pieces, file.chunk_bytes)
+        ]
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="restore") as pool:
+            for _ in pool.map(lambda item: action(*item), work):
+                pass
+
+    def notes(self) -> list[str]:
+        """State that was read into another type, and pieces that were only right when they were read again."""
+        converted = [f"{key} was saved as {saved} and is {now} from here on" for key, saved, now in self._converted]
+        again = [f"{where} was not as written; a second look found it right" for where in self._wrong]
+        return [*sorted(converted), *again]
+
+    def fill(self, target: torch.Tensor, key: str, parameter: str, start: int) -> None:
+        """`plan` and `read` in one."""
+        self.plan(target, key, parameter, start)
+        self.read()
+
+    def _load(self, file: FileEntry, number: int, pieces: list[_Piece]) -> None:
+        data, start = self._verified(file, number), number * file.chunk_bytes
+        for piece in pieces:
+            low, high = max(piece.start, start), min(piece.stop, start + len(data))
+            width = piece.dtype.itemsize
+            values = torch.frombuffer(data, dtype=piece.dtype, count=(high - low) // width, offset=low - start)
+            first = (low - piece.start) // width
+            piece.target[first : first + values.numel()].copy_(values)
+
+    def _verified(self, file: FileEntry, number: int) -> bytearray:
+        """A piece as it was written; where it is not, the next place is asked, or the only one again.
+
+        A second look costs little, and a transfer may be to blame.
+        """
+        start = number * file.chunk_bytes
+        size = min(file.chunk_bytes, file.bytes - start)
+        places = list(self._sources(file.name))
+        failure: StoreError | None = None
+        for place in places if len(places) > 1 else 2 * places:
+            try:
+                data = bytearray(place.get_range(file.name, start, size))
+            except StoreError as error:
+                if len(places) == 1:
+                    raise
+                failure = failure or error
+                continue
+            if digest(data) == file.digests[number]:
+                return data
+            self._wrong.append(f"{place.url}/{file.name} between {start} and {start + size}")
+        if failure is not None:
+            raise failure
+        raise DamagedError(
+            f"{file.name} does not match its sha256: its bytes changed between {start} and {start + size}"
+        )
+
+    def _slot(self, file: FileEntry, name: str, count: int) -> TensorSlot:
         slot = self._header(file).get(name)
-        if slot is None or offset + count > slot.count:
+        if slot is None or count > slot.count:
             raise CheckpointError(
-                f"{self._store.url}/{file.name} lacks {name} elements {offset} to {offset + count}. "
+                f"{self._name}/{file.name} lacks {name} up to element {count}. "
                 "The manifest says that it holds them. Use another checkpoint."
             )
-        start = slot.start + offset * slot.dtype.itemsize
-        mapped = self._mapped(file)
-        if mapped is not None:
-            return torch.frombuffer(mapped, dtype=slot.dtype, count=count, offset=start)
-        data = self._store.get_range(file.name, start, count * slot.dtype.itemsize)
-        return torch.frombuffer(bytearray(data), dtype=slot.dtype)
+        return slot
 
     def _header(self, file: FileEntry) -> dict[str, TensorSlot]:
         if file.name not in self._headers:
-            where = f"{self._store.url}/{file.name}"
-            (length,) = struct.unpack("<Q", self._store.get_range(file.name, 0, 8))
+            where = f"{self._name}/{file.name}"
+            data = self._verified(file, 0)
+            (length,) = struct.unpack("<Q", data[:8].ljust(8, b"\0"))
             if length > min(_MAX_HEADER_BYTES, file.bytes):
                 raise CheckpointError(
                     f"{where} is no safetensors file (header of {length} bytes). Use another checkpoint."
                 )
-            self._headers[file.name] = parse_safetensors_header(self._store.get_range(file.name, 8, length), where)
+            for number in range(1, -(-(8 + length) // file.chunk_bytes)):
+                data += self._verified(file, number)
+            self._headers[file.name] = parse_safetensors_header(bytes(data[8 : 8 + length]), where)
         return self._headers[file.name]
 
-    def _mapped(self, file: FileEntry) -> mmap.mmap | None:
-        if file.name not in self._maps:
-            path = self._store.local_path(file.name)
-            if path is None:
-                return None
-            try:
-                with open(path, "rb") as handle:
-                    # Private pages: torch wants a writable buffer, nothing is ever written back.
-                    self._maps[file.name] = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:
-                raise StoreError(f"cannot map {path}: {error}. Check that the file is there and readable.") from None
-        return self._maps[file.name]
+
+def _by_chunk(pieces: list[_Piece], chunk_bytes: int) -> Iterator[tuple[int, list[_Piece]]]:
+    wanted: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        for number in range(piece.start // chunk_bytes, -(-piece.stop // chunk_bytes)):
+            wanted.setdefault(number, []).append(piece)
+    yield from sorted(wanted.items(), key=lambda item: item[0])
+
+
+class DamagedError(CheckpointError):
+    """Bytes of a file are not those that were written."""
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def read_manifest(store: Store, name: str) -> Manifest:
@@ -139,29 +247,24 @@ def size_problem(store: Store, name: str, file: FileEntry) -> str | None:
     return None if size == file.bytes else f"{file.name} has {size} bytes instead of {file.bytes}"
 
 
-def content_problem(store: Store, name: str, file: FileEntry) -> str | None:
-    """What is wrong with a file; reads and hashes all of it."""
+def content_problem(store: Store, name: str, file: FileEntry, threads: int = 1) -> str | None:
+    """What is wrong with a file; reads and hashes all of it, several pieces at once."""
     problem = size_problem(store, name, file)
     if problem:
         return problem
-    digest = hashlib.sha256()
+    key, bounds = f"{name}/{file.name}", chunk_bounds(file.bytes, file.chunk_bytes)
+
+    def is_good(number: int) -> bool:
+        start, stop = bounds[number]
+        return digest(store.get_range(key, start, stop - start)) == file.digests[number]
+
     try:
-        for chunk in _chunks(store, f"{name}/{file.name}", file.bytes):
-            digest.update(chunk)
+        with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
+            wrong = [number for number, good in enumerate(pool.map(is_good, range(len(bounds)))) if not good]
     except StoreError as error:
         return f"{file.name} cannot be read: {error}"
-    return None if digest.hexdigest() == file.sha256 else f"{file.name} does not match its sha256: its bytes changed"
-
-
-def _chunks(store: Store, key: str, size: int) -> Iterator[bytes]:
-    path = store.local_path(key)
-    if path is None:
-        for start in range(0, size, CHUNK_BYTES):
-            yield store.get_range(key, start, min(CHUNK_BYTES, size - start))
-        return
-    try:
-        with open(path, "rb", buffering=0) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from None
+    if not wrong:
+        return None
+    start, stop = bounds[wrong[0]]
+    more = f" and {len(wrong) - 1} more places" if wrong[1:] else ""
+    return f"{file.name} does not match its sha256: its bytes changed between {start} and {stop}{more}"

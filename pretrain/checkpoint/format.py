@@ -1,4 +1,4 @@
-"""What a checkpoint is: names, manifest, and the layout of a rank's file. PURE but for hashing.
+"""What a checkpoint is: names, manifest, and the layout of a rank's file. PURE.
 
     step-00001200-a003/rank-00000.safetensors   flat fp32 ranges, tensors named "key|parameter"
     step-00001200-a003/rank-00000.json          sidecar: bytes, sha256 and ranges of that file
@@ -6,7 +6,7 @@
 
 Manifest and sidecars are records that carry the sha256 of their canonical body. A later attempt goes
 on from an earlier one's checkpoints, so "newest" is the largest (attempt, step). Ranges are
-[index of the parameter, first element, elements], in file order, the same for every key of the file.
+[index of the parameter, first element, elements], in file order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,20 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.digests import CHUNK_BYTES, chunk_bounds, pack, unpack
+from pretrain.engine.state import MASTER
 from pretrain.errors import CheckpointError, PretrainError
 from pretrain.rundir.records import decode_record, encode_record
+from pretrain.store.direct import ALIGNMENT
 
 FORMAT_VERSION = 1
 MANIFEST = "MANIFEST.json"
 PART_SUFFIX = ".part.json"
 _NAME = re.compile(r"step-(\d{8,})-a(\d{3,})")
-_DTYPES = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _REMEDY = "Use another checkpoint (pretrain checkpoint list RUN shows them)."
 
@@ -69,26 +75,31 @@ class FileEntry:
 
     Attributes:
         save_id: of the save that wrote it, so that files of two tries never mix.
-        keys: kinds of state in it, "master" first.
+        digests: sha256 of each `chunk_bytes` of the file, in order.
+        ranges: which elements it holds; of each all keys that the parameter's group has.
     """
 
     name: str
     bytes: int
-    sha256: str
+    digests: tuple[str, ...]
     save_id: str
-    keys: tuple[str, ...]
     ranges: tuple[Range, ...]
+    chunk_bytes: int = CHUNK_BYTES
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "name": self.name, "bytes": self.bytes, "sha256": self.sha256, "save_id": self.save_id,
-            "keys": list(self.keys), "ranges": [list(entry) for entry in self.ranges],
+            "name": self.name, "bytes": self.bytes, "chunk_bytes": self.chunk_bytes, "sha256": pack(self.digests),
+            "save_id": self.save_id, "ranges": [list(entry) for entry in self.ranges],
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> FileEntry:
         ranges = tuple((int(a), int(b), int(c)) for a, b, c in body["ranges"])
-        return cls(body["name"], int(body["bytes"]), body["sha256"], body["save_id"], tuple(body["keys"]), ranges)
+        digests = unpack(body["sha256"])
+        entry = cls(body["name"], int(body["bytes"]), digests, body["save_id"], ranges, int(body["chunk_bytes"]))
+        if len(digests) != len(chunk_bounds(entry.bytes, entry.chunk_bytes)):
+            raise ValueError(f"{entry.name} has {len(digests)} checksums")
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +107,9 @@ class Manifest:
     """All of a checkpoint that is no tensor.
 
     Attributes:
-        parameters: name -> shape, in the model's order; ranges refer to it by position.
-        optimizer: kind, element_keys, and `scalars` and `hyperparameters` by group name.
+        parameters: name -> shape, in the model's order, frozen ones and buffers too; ranges refer to it by position.
+        groups: name -> the optimizer's group, or "frozen" or "buffer".
+        optimizer: `kind`, and by name of the group `groups` of `element_keys`, `scalars` and `hyperparameters`.
         training_state: what the loop handed over.
         origin: ranks, ZeRO stage and precision that wrote it, versions; nothing of it decides the reading.
     """
@@ -106,6 +118,7 @@ class Manifest:
     attempt: int
     save_id: str
     parameters: dict[str, tuple[int, ...]]
+    groups: dict[str, str]
     optimizer: dict[str, Any]
     training_state: dict[str, Any]
     origin: dict[str, Any]
@@ -119,6 +132,11 @@ class Manifest:
     def total_bytes(self) -> int:
         return sum(file.bytes for file in self.files)
 
+    def keys_of(self, parameter: str) -> tuple[str, ...]:
+        """What is there of a parameter: its values, and what the optimizer keeps of it."""
+        kept = self.optimizer["groups"].get(self.groups[parameter])
+        return (MASTER, *(kept["element_keys"] if kept else ()))
+
     def encode(self) -> bytes:
         """The file. JSON objects have no order, so the parameters are a list."""
         return encode_record(
@@ -127,7 +145,7 @@ class Manifest:
                 "step": self.step,
                 "attempt": self.attempt,
                 "save_id": self.save_id,
-                "parameters": [[name, list(shape)] for name, shape in self.parameters.items()],
+                "parameters": [[name, list(shape), self.groups[name]] for name, shape in self.parameters.items()],
                 "optimizer": self.optimizer,
                 "training_state": self.training_state,
                 "origin": self.origin,
@@ -156,7 +174,8 @@ class Manifest:
                 step=int(body["step"]),
                 attempt=int(body["attempt"]),
                 save_id=body["save_id"],
-                parameters={name: tuple(shape) for name, shape in body["parameters"]},
+                parameters={name: tuple(shape) for name, shape, _ in body["parameters"]},
+                groups={name: group for name, _, group in body["parameters"]},
                 optimizer=body["optimizer"],
                 training_state=body["training_state"],
                 origin=body["origin"],
@@ -203,7 +222,10 @@ def tensor_name(key: str, parameter: str) -> str:
 
 
 def safetensors_header(tensors: list[tuple[str, torch.dtype, int]], metadata: dict[str, str]) -> bytes:
-    """Header of a file of 1-D tensors (name, dtype, elements) that follow each other without gaps."""
+    """Header of a file of 1-D tensors (name, dtype, elements) that follow each other without gaps.
+
+    Padded with blanks to whole pages, so that the tensors can be written past the page cache.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, dtype, count in tensors:
@@ -211,7 +233,7 @@ def safetensors_header(tensors: list[tuple[str, torch.dtype, int]], metadata: di
         header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": [count], "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,9 +12,16 @@ from pretrain.errors import PretrainError, StoreError
 
 @dataclass
 class SaveProgress:
-    """What the thread and the handle share: chunks written and looks for other ranks so far; a wish to give up."""
+    """What the thread and the handle share.
+
+    Attributes:
+        count: chunks written and looks for other ranks so far.
+        cancelled: a wish to give up.
+        warning: what went wrong without harm to the save.
+    """
 
     count: int = 0
+    warning: str = ""
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -23,10 +31,11 @@ class SaveHandle:
     Attributes:
         name: of the checkpoint.
         stall_s: seconds that the caller stood still.
+        write_s: seconds in the background until it was durable; 0 before.
     """
 
     def __init__(self, name: str, stall_s: float, work: Callable[[SaveProgress], None]) -> None:
-        self.name, self.stall_s = name, stall_s
+        self.name, self.stall_s, self.write_s = name, stall_s, 0.0
         self._work = work
         self._error: PretrainError | None = None
         self._progress = SaveProgress()
@@ -54,13 +63,20 @@ class SaveHandle:
         self._progress.cancelled.set()
 
     @property
+    def warning(self) -> str:
+        """What went wrong without harm to the save; to be read when it is done."""
+        return self._progress.warning
+
+    @property
     def progress(self) -> int:
         """Grows as long as the save goes on; a save whose progress stands still is stuck in its storage."""
         return self._progress.count
 
     def _run(self) -> None:
+        started = time.monotonic()
         try:
             self._work(self._progress)
+            self.write_s = time.monotonic() - started
         except PretrainError as error:
             self._error = error
         except Exception as error:  # a thread's traceback would be lost

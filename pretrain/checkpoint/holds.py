@@ -1,6 +1,7 @@
-"""What keeps a checkpoint from being deleted: a pin that a person set, a lease of somebody who reads it.
+"""What is written down about a checkpoint: a pin that a person set, a lease of a reader, that it was found bad.
 
-    step-00001200-a003/PINNED.json            until it is unpinned
+    step-00001200-a003/PINNED.json            kept until it is unpinned
+    step-00001200-a003/SET_ASIDE.json         found damaged: not used until it was verified again
     step-00001200-a003/readers/<id>.json      while that process lives; from elsewhere at most a day
 
 A reader writes its lease and only then looks at the manifest; a deleter takes the manifest away, looks
@@ -21,6 +22,7 @@ from pretrain.rundir.records import encode_record, read_record
 from pretrain.store import NotFoundError, Store
 
 PIN_FILE = "PINNED.json"
+SET_ASIDE_FILE = "SET_ASIDE.json"
 READERS = "readers"
 _UNSEEN_READER_S = 86400.0  # a process of another host or container, which cannot be looked at
 
@@ -54,6 +56,37 @@ def unpin(store: Store, name: str) -> bool:
 
 def is_pinned(store: Store, name: str) -> bool:
     return store.exists(f"{name}/{PIN_FILE}")
+
+
+def set_aside(store: Store, name: str, why: str) -> None:
+    """Marks a checkpoint whose bytes are not as written, so that no restore tries it again.
+
+    Raises:
+        StoreError: the mark cannot be written.
+    """
+    store.put(f"{name}/{SET_ASIDE_FILE}", encode_record({"t": time.time(), "by": str(this_process()), "why": why}))
+
+
+def why_set_aside(store: Store, name: str) -> str | None:
+    """The reason, or None when it was not."""
+    try:
+        body = read_record(store, f"{name}/{SET_ASIDE_FILE}", "Verify the checkpoint.")
+        return str(body.get("why"))
+    except NotFoundError:
+        return None
+    except PretrainError as error:
+        return str(error)
+
+
+def take_back(store: Store, name: str) -> bool:
+    """Removes the mark, once every byte was verified; says whether there was one.
+
+    Raises:
+        StoreError: it cannot be removed.
+    """
+    marked = store.exists(f"{name}/{SET_ASIDE_FILE}")
+    store.delete(f"{name}/{SET_ASIDE_FILE}")
+    return marked
 
 
 def readers(store: Store, name: str) -> list[str]:

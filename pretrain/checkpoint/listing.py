@@ -10,10 +10,12 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from pretrain.checkpoint.digests import num_threads
 from pretrain.checkpoint.files import content_problem, read_manifest, size_problem
-from pretrain.checkpoint.format import Manifest, parse_name
-from pretrain.checkpoint.holds import is_pinned, reading
-from pretrain.errors import CheckpointError
+from pretrain.checkpoint.format import FileEntry, Manifest, parse_name
+from pretrain.checkpoint.holds import PIN_FILE, SET_ASIDE_FILE, reading, why_set_aside
+from pretrain.errors import CheckpointError, PretrainError
+from pretrain.rundir.records import read_record
 from pretrain.store import NotFoundError, Store
 
 
@@ -58,8 +60,11 @@ def list_checkpoints(store: Store) -> list[CheckpointInfo]:
     return [_inspect(store, name, attempt, step) for (attempt, step), name in found]
 
 
-def verify_checkpoint(store: Store, name: str) -> list[str]:
+def verify_checkpoint(store: Store, name: str, *, sidecars: bool = True) -> list[str]:
     """Problems of a checkpoint after reading and hashing every byte; an empty list means it is good.
+
+    Args:
+        sidecars: look at the files too that only the save itself read.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -71,24 +76,38 @@ def verify_checkpoint(store: Store, name: str) -> list[str]:
     if isinstance(manifest, str):
         return [manifest]
     with reading(store, name, "verify"):
-        return [problem for file in manifest.files if (problem := content_problem(store, name, file))]
+        found = [problem for file in manifest.files if (problem := content_problem(store, name, file, num_threads()))]
+        return [*found, *(_sidecar_problems(store, name, manifest) if sidecars else [])]
+
+
+def _sidecar_problems(store: Store, name: str, manifest: Manifest) -> list[str]:
+    """Sidecars that are there and do not say what the manifest says. They served the save only; their disk is bad."""
+    problems = []
+    for file in manifest.files:
+        sidecar = f"{name}/{file.name.removesuffix('.safetensors')}.json"
+        try:
+            body = read_record(store, sidecar, "It is not needed any more.")
+            wrong = body.get("save_id") == manifest.save_id and FileEntry.from_json(body) != file
+        except NotFoundError:
+            continue
+        except (PretrainError, KeyError, TypeError, ValueError):
+            wrong = True
+        if wrong:
+            problems.append(f"{sidecar.partition('/')[2]} is not what was written")
+    return problems
 
 
 def _inspect(store: Store, name: str, attempt: int, step: int) -> CheckpointInfo:
-    manifest = _manifest(store, name)
+    entries = store.names(name)
+    pinned, manifest = PIN_FILE in entries, _manifest(store, name)
     if isinstance(manifest, str):
-        return CheckpointInfo(name, step, attempt, None, None, manifest, is_pinned(store, name))
+        return CheckpointInfo(name, step, attempt, None, None, manifest, pinned)
     problems = [problem for file in manifest.files if (problem := size_problem(store, name, file))]
-    ranks = manifest.origin.get("ranks")
+    if SET_ASIDE_FILE in entries:
+        problems.append(f"set aside: {why_set_aside(store, name)}")
+    ranks, validation = manifest.origin.get("ranks"), manifest.origin.get("validation", {})
     return CheckpointInfo(
-        name,
-        step,
-        attempt,
-        ranks,
-        manifest.total_bytes,
-        "; ".join(problems) or None,
-        is_pinned(store, name),
-        manifest.origin.get("validation", {}),
+        name, step, attempt, ranks, manifest.total_bytes, "; ".join(problems) or None, pinned, validation
     )
 
 

@@ -1,11 +1,12 @@
-"""The memory tier: copies in a tmpfs of each node, every few steps, that outlive the processes.
+"""The memory tier: copies in a tmpfs of each node, every few steps, that outlive the processes, and a lost node.
 
     /dev/shm/pretrain-ram-<run's uuid>-<node>/owner.json                    whose it is
                                              /step-00000012-a001/rank-00000.safetensors and .part.json
 
 takes -> directory, run, World; gives -> a store for this node's ranks, and what the ranks of all nodes
-hold together. A copy counts when the parts that living nodes hold cover every range; a rank reads
-only the files of its own node. A node is a tmpfs: boot of the kernel and device of the mount.
+hold together. Every rank's files also go to the next node of a ring. A copy counts when the parts that living
+nodes hold cover every range; a rank reads what it needs from whichever of them has it, its own first.
+A node is a tmpfs: boot of the kernel and device of the mount.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pretrain.checkpoint.files import size_problem
+from pretrain.checkpoint.files import Ranges, Sources, size_problem
 from pretrain.checkpoint.format import PART_SUFFIX, Manifest, parse_name, rank_file
+from pretrain.checkpoint.peers import Peer, PeerServer, own_address
 from pretrain.engine.distributed import gather_texts
 from pretrain.errors import PretrainError, UserError
 from pretrain.rundir.memory_folders import PREFIX, MemoryOwner, folder_bytes, write_owner
@@ -36,12 +39,12 @@ class MemoryCopy:
 
     Attributes:
         manifest: of all files that are there, whichever node holds them.
-        nodes: node of each file, by the file's name.
+        holders: nodes that hold each file, by the file's name.
         problem: why it does not count; None when it covers everything.
     """
 
     manifest: Manifest
-    nodes: dict[str, str]
+    holders: dict[str, tuple[str, ...]]
     problem: str | None
 
     @property
@@ -55,19 +58,31 @@ class MemoryTier:
     Attributes:
         store: of the copies on this node.
         node: identifier of this rank's node.
+        partner: folder of the node that keeps a second copy of this one's files; None when there is no other.
         passed_over: copies that a restore could not use, (name, why).
     """
 
-    def __init__(self, folder: Path, node: str, nodes: list[str], world: World) -> None:
-        """Use `open`."""
+    def __init__(self, folder: Path, nodes: list[str], world: World, *, with_partner: bool = True) -> None:
+        """Use `open`. A collective."""
         self.store: Store = open_store(folder)
-        self.node = node
+        self.node = nodes[world.rank]
         self.passed_over: list[tuple[str, str]] = []
         self._folder, self._nodes, self._world = folder, nodes, world
+        self._server: PeerServer | None = None
+        self._peers: dict[str, Peer] = {}
+        ring = list(dict.fromkeys(nodes))
+        if len(ring) > 1:
+            self._meet(ring)
+        following = ring[(ring.index(self.node) + 1) % len(ring)]
+        self._ring = ring if with_partner else []
+        self.partner = self._peers.get(following) if with_partner else None
 
     @classmethod
-    def open(cls, base: Path, owner: MemoryOwner, world: World) -> MemoryTier:
+    def open(cls, base: Path, owner: MemoryOwner, world: World, *, with_partner: bool = True) -> MemoryTier:
         """Joins this node's tier, which its first rank makes if it is not there. A collective.
+
+        Args:
+            with_partner: where there are other nodes, the next one keeps a second copy of each file.
 
         Raises:
             UserError: a node's directory is absent or cannot be written, on every rank.
@@ -80,7 +95,25 @@ class MemoryTier:
         problems = sorted({text for text in gather_texts(problem) if text})
         if problems:
             raise UserError("; ".join(problems))
-        return cls(folder, node, nodes, world)
+        return cls(folder, nodes, world, with_partner=with_partner)
+
+    def _meet(self, ring: list[str]) -> None:
+        """Each node's first rank serves its folder; all learn where. A collective."""
+        token = gather_texts(secrets.token_hex(32) if self._world.is_main else "")[0]
+        address = ""
+        if self.is_leader:
+            self._server = PeerServer(self.store, token, own_address())
+            address = self._server.address
+        addresses = gather_texts(address)
+        self._peers = {node: Peer(addresses[self._nodes.index(node)], token) for node in ring if node != self.node}
+
+    def close(self) -> None:
+        """Serves no more, and asks nobody. No collective."""
+        for peer in self._peers.values():
+            peer.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
     @property
     def is_leader(self) -> bool:
@@ -96,6 +129,14 @@ class MemoryTier:
         """What the copies of this run take on this node."""
         return folder_bytes(self._folder)
 
+    @property
+    def ranks_kept_here(self) -> list[int]:
+        """Ranks whose files this node keeps: its own, and those of the node before it in the ring."""
+        kept = {self.node}
+        if len(self._ring) > 1:
+            kept.add(self._ring[self._ring.index(self.node) - 1])
+        return [rank for rank, node in enumerate(self._nodes) if node in kept]
+
     def copies(self) -> list[MemoryCopy]:
         """What all nodes hold together, newest first; the same on every rank. A collective."""
         mine = [manifest.encode().decode() for manifest in self._local_parts()] if self.is_leader else []
@@ -104,24 +145,24 @@ class MemoryTier:
             for part in json.loads(text):
                 manifest = Manifest.decode(part.encode(), f"memory of rank {rank}'s node", part=True)
                 key = (manifest.name, manifest.save_id)
-                nodes = {file.name: self._nodes[rank] for file in manifest.files}
-                if key in merged:
-                    nodes = {**nodes, **merged[key].nodes}
-                    files = {file.name: file for file in (*manifest.files, *merged[key].manifest.files)}
-                    manifest = replace(manifest, files=tuple(files[name] for name in sorted(files)))
-                merged[key] = MemoryCopy(manifest, nodes, None)
+                before = merged.get(key) or MemoryCopy(replace(manifest, files=()), {}, None)
+                files = {file.name: file for file in (*manifest.files, *before.manifest.files)}
+                there = {file.name: (self._nodes[rank],) for file in manifest.files}
+                holders = {name: (*before.holders.get(name, ()), *there.get(name, ())) for name in files}
+                manifest = replace(manifest, files=tuple(files[name] for name in sorted(files)))
+                merged[key] = MemoryCopy(manifest, holders, None)
         found = [replace(copy, problem=_incomplete(copy.manifest)) for copy in merged.values()]
         return sorted(found, key=lambda copy: (parse_name(copy.name) or (0, 0), copy.problem is None), reverse=True)
 
-    def readable(self, copy: MemoryCopy) -> Manifest:
-        """The manifest of those files of a copy that lie on this node."""
-        here = tuple(file for file in copy.manifest.files if copy.nodes[file.name] == self.node)
-        return replace(copy.manifest, files=here)
+    def sources(self, copy: MemoryCopy) -> Sources:
+        """Where this rank reads the files of a copy: on its own node if it is there, else on one that has it."""
+        here, folders = self.store.child(copy.name), {node: peer.child(copy.name) for node, peer in self._peers.items()}
 
-    def to_verify(self, copy: MemoryCopy) -> Manifest:
-        """This rank's share of the files that lie on this node."""
-        here, ranks = self.readable(copy), self.ranks_here
-        return replace(here, files=here.files[ranks.index(self._world.rank) :: len(ranks)])
+        def of(file: str) -> Sequence[Ranges]:
+            nodes = sorted(copy.holders[file], key=lambda node: node != self.node)
+            return [here if node == self.node else folders[node] for node in nodes]
+
+        return of
 
     def keep(self, names: Iterable[str]) -> None:
         """Deletes all other copies of this run on this node; only its leader does."""
@@ -132,6 +173,7 @@ class MemoryTier:
 
     def discard(self) -> None:
         """Gives this node's memory back; only its leader does. All ranks must have ended their saves."""
+        self.close()
         if self.is_leader:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -1,30 +1,33 @@
-"""Restoring: find the newest good checkpoint, verify it, read this rank's share, all ranks as one.
+"""Restoring: find the newest good checkpoint, read this rank's share and check it, all ranks as one.
 
 takes -> store of checkpoints, memory tier, engine; gives -> what was restored and what was passed over, and why.
 The newest of both tiers comes first; of equally new ones that in memory, which is read faster.
-Invariants: rank 0 alone chooses and all follow; every file is hashed by exactly one rank and all ranks
-vote before a weight is used; what does not fit the model is an error that names it, never a fresh
+Invariants: rank 0 alone chooses and all follow; a rank reads and checks the pieces that hold its ranges, and all
+ranks vote before a weight is used; what does not fit the model is an error that names it, never a fresh
 weight; published checkpoints that are all damaged are an error, never a start from scratch.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.checkpoint.files import CheckpointFiles, content_problem
+from pretrain.checkpoint.digests import num_threads
+from pretrain.checkpoint.files import CheckpointFiles, DamagedError, Sources, only_in
+from pretrain.checkpoint.fitting import Fitting, what_fits
 from pretrain.checkpoint.format import MANIFEST, Manifest, parse_name
+from pretrain.checkpoint.holds import set_aside
 from pretrain.checkpoint.listing import CheckpointInfo, list_checkpoints
 from pretrain.checkpoint.memory import MemoryCopy, MemoryTier
 from pretrain.engine.distributed import broadcast_bytes, gather_texts, vote
-from pretrain.engine.state import Scalars, Stateful
-from pretrain.errors import CheckpointError, PretrainError
+from pretrain.engine.state import Stateful
+from pretrain.errors import CheckpointError, PretrainError, StoreError
 from pretrain.faults import passing
 from pretrain.store import Store
 from pretrain.topology import World
-
-_NAMES_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class Restored:
     Attributes:
         skipped: newer ones that were passed over, (name, why).
         from_memory: whether it came from the memory tier.
+        notes: what else a person should know: state that changed its type, pieces that were read twice.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Restored:
     training_state: dict[str, Any]
     skipped: list[tuple[str, str]] = field(default_factory=list)
     from_memory: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +84,7 @@ def restore(
     Raises:
         CheckpointError: `name` is absent or bad; all published ones are damaged; the model does not fit.
     """
-    durable, skipped = _choose(store, world, name)
+    durable, skipped = shared_choice(store, world, name)
     candidates = [_Candidate(durable_name) for durable_name in durable]
     if memory is not None and name is None:
         candidates += [_Candidate(copy.name, copy) for copy in memory.copies()]
@@ -88,16 +93,16 @@ def restore(
     passing("load.chosen")
     for candidate in sorted(candidates, key=lambda one: one.order, reverse=True):
         if candidate.copy is not None and memory is not None:
-            manifest, problem = _try_memory(memory, engine, candidate.copy)
+            manifest, filled = _try_memory(memory, engine, world, candidate.copy, check_first=not durable)
         else:
-            manifest, problem = _try_durable(store, world, engine, candidate.name)
-        if manifest is not None and problem is None:
-            training_state = manifest.training_state
+            manifest, filled = _try_durable(store, world, engine, candidate.name)
+        if manifest is not None and filled.problem is None:
+            state, in_memory = manifest.training_state, candidate.copy is not None
             passing("load.done", candidate.name)
-            return Restored(candidate.name, manifest.step, training_state, skipped, candidate.copy is not None)
-        skipped.append((candidate.label, problem or "unreadable"))
+            return Restored(candidate.name, manifest.step, state, skipped, in_memory, filled.notes)
+        skipped.append((candidate.label, filled.problem or "unreadable"))
         if candidate.copy is not None and memory is not None:
-            memory.passed_over.append((candidate.label, problem or "unreadable"))
+            memory.passed_over.append((candidate.label, filled.problem or "unreadable"))
     lost = [why for label, why in skipped if why != CheckpointInfo.UNFINISHED and not label.endswith(" in memory")]
     if name is None and not lost:
         return None
@@ -108,26 +113,36 @@ def restore(
     )
 
 
-def _try_durable(store: Store, world: World, engine: Stateful, name: str) -> tuple[Manifest | None, str | None]:
-    """Verifies and reads a durable checkpoint; gives its manifest, or why it cannot be used. A collective."""
-    manifest, problem = _manifest(store, world, name)
+def _try_durable(store: Store, world: World, engine: Stateful, name: str) -> tuple[Manifest | None, Filled]:
+    """Reads a durable checkpoint; gives its manifest, or why it cannot be used. A collective.
+
+    One whose bytes are not as written is set aside, so that nobody reads it in vain again.
+    """
+    manifest, problem = shared_manifest(store, world, name)
     if manifest is None:
-        return None, problem
-    mine = replace(manifest, files=manifest.files[world.rank :: world.size])
-    return manifest, _verify(store, mine) or _read(store, engine, manifest, *_what_fits(manifest, engine))
+        return None, Filled(problem)
+    found = fill_engine(only_in(store.child(name)), engine, world, manifest, what_fits(manifest, engine))
+    if found.damaged and world.is_main:
+        with suppress(StoreError):
+            set_aside(store, name, found.problem or "")
+    return manifest, found
 
 
-def _try_memory(memory: MemoryTier, engine: Stateful, copy: MemoryCopy) -> tuple[Manifest | None, str | None]:
-    """The same for a copy in memory, of which a rank sees what lies on its own node. A collective."""
+def _try_memory(
+    memory: MemoryTier, engine: Stateful, world: World, copy: MemoryCopy, *, check_first: bool
+) -> tuple[Manifest | None, Filled]:
+    """The same for a copy in memory, of which a rank reads what it needs from the nodes that hold it. A collective.
+
+    Args:
+        check_first: check everything before the first weight is overwritten, for a fresh start is the alternative.
+    """
     if copy.problem:
-        return None, copy.problem
-    problem = _verify(memory.store, memory.to_verify(copy))
-    return copy.manifest, problem or _read(
-        memory.store, engine, memory.readable(copy), *_what_fits(copy.manifest, engine)
-    )
+        return None, Filled(copy.problem)
+    fitting, sources = what_fits(copy.manifest, engine), memory.sources(copy)
+    return copy.manifest, fill_engine(sources, engine, world, copy.manifest, fitting, check_first=check_first)
 
 
-def _choose(store: Store, world: World, name: str | None) -> tuple[list[str], list[tuple[str, str]]]:
+def shared_choice(store: Store, world: World, name: str | None) -> tuple[list[str], list[tuple[str, str]]]:
     """Rank 0's list of whole-looking checkpoints, newest first, and of those passed over. A collective."""
     answer: dict[str, Any] = {}
     if world.is_main:
@@ -157,7 +172,7 @@ def _named(store: Store, found: list[CheckpointInfo], name: str) -> dict[str, An
     return {"good": [name], "bad": []}
 
 
-def _manifest(store: Store, world: World, name: str) -> tuple[Manifest | None, str | None]:
+def shared_manifest(store: Store, world: World, name: str) -> tuple[Manifest | None, str | None]:
     """Rank 0 reads the manifest for all, so that all see the same. A collective."""
     data, problem = None, ""
     if world.is_main:
@@ -174,84 +189,58 @@ def _manifest(store: Store, world: World, name: str) -> tuple[Manifest | None, s
         return None, str(error)
 
 
-def _verify(store: Store, mine: Manifest) -> str | None:
-    """Hashes the files that are this rank's to hash; gives all problems of all ranks. A collective."""
-    problems = [problem for file in mine.files if (problem := content_problem(store, mine.name, file))]
-    return "; ".join(text for text in gather_texts("; ".join(problems)) if text) or None
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What all ranks found: a problem, whether bytes are not as they were written, what else to tell."""
+
+    problem: str | None = None
+    damaged: bool = False
+    notes: list[str] = field(default_factory=list)
 
 
-def _read(
-    store: Store, engine: Stateful, manifest: Manifest, element_keys: tuple[str, ...], scalars: Scalars
-) -> str | None:
-    """Fills this rank's state; gives the problems of all ranks. A collective."""
-    problem = ""
+def fill_engine(
+    sources: Sources,
+    engine: Stateful,
+    world: World,
+    manifest: Manifest,
+    fitting: Fitting,
+    *,
+    only: set[str] | None = None,
+    check_first: bool = False,
+) -> Filled:
+    """Fills this rank's state from pieces that were checked; gives the problems of all ranks. A collective.
+
+    Args:
+        only: names of the parameters to fill; the others keep what they have.
+        check_first: read and check everything once more ahead, so that a problem leaves the weights as they were.
+    """
+    fragments = engine.begin_restore(fitting.element_keys, fitting.scalars)
+    files = CheckpointFiles(sources, manifest, num_threads(world.ranks_per_node))
+
+    def plan() -> None:
+        for fragment in fragments:
+            for key, view in fragment.tensors.items() if only is None or fragment.name in only else ():
+                files.plan(view, key, fragment.name, fragment.start)
+
     passing("load.verified", manifest.name)
-    fragments = engine.begin_restore(element_keys, scalars)
-    try:
-        with CheckpointFiles(store.child(manifest.name), manifest) as files:
-            for fragment in fragments:
-                for key, view in fragment.tensors.items():
-                    files.fill(view, key, fragment.name, fragment.start)
-    except PretrainError as error:
-        problem = str(error)
-    passing("load.read", manifest.name)
-    problems = [text for text in gather_texts(problem) if text]
-    if problems:
-        return "; ".join(problems)
+    for action in (plan, *((files.check,) if check_first else ()), files.read):
+        filled = _together(action, files)
+        passing("load.read", manifest.name)
+        if filled.problem:
+            return filled
     engine.end_restore()
     vote(True)
-    return None
+    return filled
 
 
-def _what_fits(manifest: Manifest, engine: Stateful) -> tuple[tuple[str, ...], Scalars]:
-    """Optimizer state to take over. Every rank has the same manifest and model, so all raise alike.
-
-    Raises:
-        CheckpointError: parameters or optimizer of the checkpoint are not the engine's.
-    """
-    _check_parameters(manifest, engine.shapes())
-    spec, saved = engine.optimizer_spec(), manifest.optimizer
-    kept = tuple(saved["element_keys"])
-    lacking = [key for key in spec.element_keys if key not in kept]
-    if saved["kind"] != spec.kind or (kept and lacking):
-        raise CheckpointError(
-            f"optimizer={spec.kind} does not fit {manifest.name}, which was saved by {saved['kind']} with "
-            f"{', '.join(kept) or 'no state'}. A resume goes on with the same optimizer state. "
-            "Set optimizer.kind back or start a new run."
-        )
-    groups = set(engine.hyperparameters())
-    scalars = {group: values for group, values in saved["scalars"].items() if group in groups}
-    if saved["scalars"] and set(scalars) != groups:
-        raise CheckpointError(
-            f"parameter groups {sorted(groups)} do not fit {manifest.name} with {sorted(saved['scalars'])}. "
-            "The optimizer's step is kept by group. Use the version that saved it."
-        )
-    return tuple(key for key in kept if key in spec.element_keys), scalars
-
-
-def _check_parameters(manifest: Manifest, wanted: dict[str, tuple[int, ...]]) -> None:
-    saved = manifest.parameters
-    lines = [
-        *_line("missing in the checkpoint", [n for n in wanted if n not in saved]),
-        *_line("unexpected in the checkpoint", [n for n in saved if n not in wanted]),
-        *_line(
-            "of another shape",
-            [
-                f"{n} {list(saved[n])} (model: {list(wanted[n])})"
-                for n in wanted
-                if n in saved and saved[n] != wanted[n]
-            ],
-        ),
-    ]
-    if lines:
-        raise CheckpointError(
-            f"{manifest.name} does not fit the model. Every parameter must be there with its shape. "
-            "Set the model section back to what was saved, or start a new run.\n" + "\n".join(lines)
-        )
-
-
-def _line(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return [f"  {what}: {', '.join(names[:_NAMES_SHOWN])}{more}"]
+def _together(action: Callable[[], None], files: CheckpointFiles) -> Filled:
+    """What came of something that every rank did. A collective."""
+    problem, damaged = "", False
+    try:
+        action()
+    except PretrainError as error:
+        problem, damaged = str(error), isinstance(error, DamagedError)
+    told = [json.loads(text) for text in gather_texts(json.dumps([problem, damaged, files.notes()]))]
+    problems = list(dict.fromkeys(text for text, _, _ in told if text))
+    notes = sorted({note for _, _, found in told for note in found})
+    return Filled("; ".join(problems) or None, any(flag for _, flag, _ in told), notes)

@@ -8,7 +8,6 @@ The copy has the layout of the file, so that it is written as it lies, and its m
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import secrets
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from pretrain.checkpoint.copy import HostCopy, idle_copies
+from pretrain.checkpoint.digests import Hashing, num_threads
 from pretrain.checkpoint.format import (
     MANIFEST,
     FileEntry,
@@ -32,8 +32,9 @@ from pretrain.checkpoint.format import (
     sidecar_file,
 )
 from pretrain.checkpoint.handle import SaveHandle, SaveProgress
+from pretrain.checkpoint.peers import Peer
 from pretrain.engine.distributed import gather_texts
-from pretrain.engine.state import MASTER, Stateful
+from pretrain.engine.state import MASTER, Fragment, Stateful
 from pretrain.errors import FencedError, PretrainError, StoreError
 from pretrain.faults import passing
 from pretrain.rundir.records import decode_record, encode_record
@@ -53,13 +54,14 @@ class _Job:
     save_id: str
     manifest: Manifest  # without files
     ranges: tuple[tuple[int, int, int], ...]
-    keys: tuple[str, ...]
     copy: HostCopy
     idle: list[HostCopy]  # where the copy goes back to
     guard: Callable[[], None]
     ranks: int
+    ranks_here: int
     patience_s: float
     in_parts: bool
+    partner: Peer | None
 
 
 def save(
@@ -74,6 +76,7 @@ def save(
     origin: dict[str, Any] | None = None,
     patience_s: float = 600.0,
     in_parts: bool = False,
+    partner: Peer | None = None,
 ) -> SaveHandle:
     """Begins to save the state at a step boundary. A collective; wait for the save before, first.
 
@@ -85,24 +88,29 @@ def save(
         patience_s: how long rank 0 waits for the other ranks' files.
         in_parts: every rank publishes a part of the manifest beside its own file and waits for nobody, because
             `store` is not the same for all of them (memory tier).
+        partner: another node that keeps a second copy of this rank's file and part; its failure is told by the
+            handle and costs the save nothing.
     """
     started = time.perf_counter()
-    save_id = gather_texts(secrets.token_hex(8) if world.is_main else "")[0]
-    name = checkpoint_name(step, attempt)
-    shapes, spec = engine.shapes(), engine.optimizer_spec()
-    scalars = engine.optimizer_scalars()
-    fragments = engine.fragments()
-    # Before its first step an optimizer has no state, and none is written.
-    keys = (MASTER, *(key for key in spec.element_keys if all(key in f.tensors for f in fragments)))
+    name, shapes = checkpoint_name(step, attempt), engine.shapes()
+    fragments, groups = engine.fragments(), engine.groups()
+    save_id, kept = _agree(fragments, groups, world)
     index = {parameter: position for position, parameter in enumerate(shapes)}
+    scalars = engine.optimizer_scalars()
     manifest = Manifest(
         step=step,
         attempt=attempt,
         save_id=save_id,
         parameters=shapes,
+        groups=groups,
         optimizer={
-            "kind": spec.kind, "element_keys": list(keys[1:]), "scalars": scalars,
-            "hyperparameters": engine.hyperparameters(),
+            "kind": engine.optimizer_spec().kind,
+            "groups": {
+                group: {
+                    "element_keys": kept.get(group, []), "scalars": scalars.get(group, {}), "hyperparameters": values,
+                }
+                for group, values in engine.hyperparameters().items()
+            },
         },
         training_state=training_state,
         origin={"ranks": world.size, "torch": torch.__version__, "python": platform.python_version(), **(origin or {})},
@@ -110,14 +118,27 @@ def save(
     )  # fmt: skip
     idle = idle_copies(engine)
     copy = idle.pop() if idle else HostCopy()
-    copy.take(fragments, keys, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": save_id})
+    copy.take(fragments, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": save_id})
     passing("save.copied", name)
     ranges = tuple((index[f.name], f.start, f.length) for f in fragments)
     job = _Job(
-        store.child(name), name, world.rank, save_id, manifest, ranges, keys, copy, idle, guard, world.size, patience_s,
-        in_parts,
+        store.child(name), name, world.rank, save_id, manifest, ranges, copy, idle, guard, world.size,
+        world.ranks_per_node, patience_s, in_parts, partner,
     )  # fmt: skip
     return SaveHandle(name, time.perf_counter() - started, lambda progress: _write(job, progress))
+
+
+def _agree(fragments: list[Fragment], groups: dict[str, str], world: World) -> tuple[str, dict[str, list[str]]]:
+    """Rank 0's fresh save id, and the optimizer's keys by group: before its first step it has none. A collective.
+
+    A rank that owns nothing of a group does not know its keys, so all ranks say what they have.
+    """
+    mine: dict[str, list[str]] = {}
+    for fragment in fragments:
+        mine.setdefault(groups[fragment.name], sorted(set(fragment.tensors) - {MASTER}))
+    texts = gather_texts(json.dumps([secrets.token_hex(8) if world.is_main else "", mine]))
+    told = [json.loads(text) for text in texts]
+    return told[0][0], {group: keys for _, found in told for group, keys in found.items()}
 
 
 def _write(job: _Job, progress: SaveProgress) -> None:
@@ -127,7 +148,9 @@ def _write(job: _Job, progress: SaveProgress) -> None:
         passing("save.written", job.name)
         if job.in_parts:
             job.guard()
-            job.store.put(part_file(job.rank), replace(job.manifest, files=(entry,)).encode())
+            part = replace(job.manifest, files=(entry,)).encode()
+            job.store.put(part_file(job.rank), part)
+            _copy_to_partner(job, part, progress)
             return
         job.store.put(sidecar_file(job.rank), encode_record(entry.to_json()))
         if job.rank:
@@ -149,16 +172,29 @@ def _write(job: _Job, progress: SaveProgress) -> None:
 
 
 def _write_own_file(job: _Job, progress: SaveProgress) -> FileEntry:
-    digest = hashlib.sha256()
+    chunks = job.copy.chunks()
 
-    def hashed() -> Iterator[memoryview]:
-        for chunk in job.copy.chunks():
-            digest.update(chunk)
+    def counted() -> Iterator[memoryview]:
+        for chunk in chunks:
             yield chunk
             progress.count += 1
 
-    written = job.store.put_stream(rank_file(job.rank), hashed())
-    return FileEntry(rank_file(job.rank), written, digest.hexdigest(), job.save_id, job.keys, job.ranges)
+    with Hashing(num_threads(job.ranks_here)) as hashing:  # beside the writing, which waits for the disk
+        hashing.begin(chunks)
+        written = job.store.put_stream(rank_file(job.rank), counted())
+        digests = hashing.results()
+    return FileEntry(rank_file(job.rank), written, digests, job.save_id, job.ranges)
+
+
+def _copy_to_partner(job: _Job, part: bytes, progress: SaveProgress) -> None:
+    if job.partner is None:
+        return
+    folder = job.partner.child(job.name)
+    try:
+        folder.put(rank_file(job.rank), job.copy.chunks())
+        folder.put(part_file(job.rank), [memoryview(part)])  # last: it says that the file is whole
+    except StoreError as error:
+        progress.warning = str(error)
 
 
 def _others(job: _Job, progress: SaveProgress) -> list[FileEntry]:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from pretrain.checkpoint.files import CheckpointFiles, read_manifest
+from pretrain.checkpoint.digests import num_threads
+from pretrain.checkpoint.files import CheckpointFiles, only_in, read_manifest
 from pretrain.checkpoint.format import Manifest
 from pretrain.checkpoint.holds import reading
 from pretrain.checkpoint.listing import list_checkpoints, verify_checkpoint
-from pretrain.engine.state import MASTER
+from pretrain.engine.state import BUFFER, MASTER
 from pretrain.errors import CheckpointError
-from pretrain.store import Store
+from pretrain.store import NotFoundError, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ def read_weights(store: Store, name: str) -> dict[str, torch.Tensor]:
         CheckpointError: the checkpoint is absent or damaged.
     """
     with open_verified(store, name, "read weights") as (manifest, files):
-        return {parameter: _whole(files, manifest, parameter, MASTER) for parameter in manifest.parameters}
+        return {
+            name: _whole(files, manifest, name, MASTER) for name in manifest.parameters if _is_weight(manifest, name)
+        }
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
@@ -83,7 +86,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     def __init__(self, manifest: Manifest, files: CheckpointFiles) -> None:
         self._manifest, self._files = manifest, files
-        self.shapes = dict(manifest.parameters)
+        self.shapes = {name: shape for name, shape in manifest.parameters.items() if _is_weight(manifest, name)}
 
     def __getitem__(self, parameter: str) -> torch.Tensor:
         if parameter not in self.shapes:
@@ -99,24 +102,28 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
 @contextmanager
 def open_weights(store: Store, name: str, purpose: str) -> Iterator[StoredWeights]:
-    """The verified weights of a checkpoint, read one by one; it is not deleted while they are open.
+    """The weights of a checkpoint, each checked as it is read; it is not deleted while they are open.
 
     Raises:
-        CheckpointError: the checkpoint is absent or damaged.
+        CheckpointError: the checkpoint is absent or damaged, here or when a damaged weight is read.
     """
-    with open_verified(store, name, purpose) as (manifest, files):
-        yield StoredWeights(manifest, files)
+    with reading(store, name, purpose):
+        try:
+            manifest = read_manifest(store, name)
+        except NotFoundError:
+            raise CheckpointError(f"checkpoint={name} does not exist in {store.url}. Name one of the list.") from None
+        yield StoredWeights(manifest, CheckpointFiles(only_in(store.child(name)), manifest, num_threads()))
 
 
 def weights_sha256(store: Store, name: str) -> str:
-    """Hash of the logical weights: names, shapes and fp32 values in sorted order. Verifies first.
+    """Hash of the logical weights: names, shapes and fp32 values in sorted order, buffers left out. Verifies.
 
     Raises:
         CheckpointError: the checkpoint is absent or damaged.
     """
     digest = hashlib.sha256()
     with open_verified(store, name) as (manifest, files):
-        for parameter in sorted(manifest.parameters):
+        for parameter in sorted(name for name in manifest.parameters if _is_weight(manifest, name)):
             digest.update(f"{parameter} {list(manifest.parameters[parameter])}\n".encode())
             digest.update(memoryview(_whole(files, manifest, parameter, MASTER).view(-1).numpy()).cast("B"))
     return digest.hexdigest()
@@ -132,7 +139,7 @@ def diff_checkpoints(store_a: Store, name_a: str, store_b: Store, name_b: str) -
         return [
             _compare(files_a, a, files_b, b, parameter, key)
             for parameter in {**a.parameters, **b.parameters}
-            for key in dict.fromkeys((*_keys(a), *_keys(b)))
+            for key in dict.fromkeys(key for m in (a, b) if parameter in m.parameters for key in m.keys_of(parameter))
         ]
 
 
@@ -145,36 +152,36 @@ def open_verified(store: Store, name: str, purpose: str = "read") -> Iterator[tu
     """
     with reading(store, name, purpose):
         manifest = _verified(store, name)
-        with CheckpointFiles(store.child(name), manifest) as files:
-            yield manifest, files
+        yield manifest, CheckpointFiles(only_in(store.child(name)), manifest, num_threads())
+
+
+def _is_weight(manifest: Manifest, parameter: str) -> bool:
+    return manifest.groups[parameter] != BUFFER
 
 
 def _compare(
     files_a: CheckpointFiles, a: Manifest, files_b: CheckpointFiles, b: Manifest, parameter: str, key: str
 ) -> Difference:
-    in_both = all(parameter in m.parameters and key in _keys(m) for m in (a, b))
+    in_both = all(parameter in m.parameters and key in m.keys_of(parameter) for m in (a, b))
     if not in_both or a.parameters[parameter] != b.parameters[parameter]:
         return Difference(parameter, key, False, None)
     left, right = _whole(files_a, a, parameter, key), _whole(files_b, b, parameter, key)
-    if torch.equal(left.view(torch.int32), right.view(torch.int32)):  # bit for bit, NaN included
+    if torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8)):  # bit for bit, NaN included
         return Difference(parameter, key, True, 0.0)
     return Difference(parameter, key, False, float((left.double() - right.double()).abs().max()))
 
 
-def _keys(manifest: Manifest) -> Iterator[str]:
-    yield MASTER
-    yield from manifest.optimizer["element_keys"]
-
-
 def _whole(files: CheckpointFiles, manifest: Manifest, parameter: str, key: str) -> torch.Tensor:
+    """A whole tensor; floating point state is read as fp32, which holds bf16 exactly."""
     shape = manifest.parameters[parameter]
-    flat = torch.empty(math.prod(shape))
+    dtype = files.dtype(key, parameter)
+    flat = torch.empty(math.prod(shape), dtype=torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
     files.fill(flat, key, parameter, 0)
     return flat.view(shape)
 
 
 def _verified(store: Store, name: str) -> Manifest:
-    problems = verify_checkpoint(store, name)
+    problems = verify_checkpoint(store, name, sidecars=False)
     if problems:
         raise CheckpointError(f"checkpoint={name} in {store.url} is damaged: {'; '.join(problems)}. Use another one.")
     return read_manifest(store, name)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         ClusterConfig,
         DataConfig,
+        EngineConfig,
         EvalConfig,
         HealthConfig,
         ObjectiveConfig,
@@ -323,6 +324,38 @@ def _checkpoint_rules(checkpoint: CheckpointConfig, evaluation: EvalConfig, data
     return problems
 
 
+def _engine_rules(engine: EngineConfig, optimizer: OptimizerConfig) -> list[str]:
+    problems, stage = [], engine.zero_stage
+    if engine.offload_optimizer == "nvme":
+        problems.append(
+            "engine.offload_optimizer=nvme is not supported. A checkpoint reads the optimizer's state in memory, and "
+            "DeepSpeed would move it to files of its own. Set engine.offload_optimizer=cpu."
+        )
+    elif engine.offload_optimizer == "cpu" and stage == 0:
+        problems.append(
+            "engine.offload_optimizer=cpu with engine.zero_stage=0. DeepSpeed offloads what ZeRO has partitioned. "
+            "Set engine.zero_stage=1 or higher."
+        )
+    if engine.state_precision == "bf16":
+        if stage == 0 or engine.precision != "bf16" or engine.offload_optimizer != "none":
+            problems.append(
+                f"engine.state_precision=bf16 with engine.zero_stage={stage}, engine.precision={engine.precision}, "
+                f"engine.offload_optimizer={engine.offload_optimizer}. DeepSpeed keeps bf16 masters at stages 1 to 3, "
+                "precision bf16, without offload. Set engine.state_precision=fp32 or change the others."
+            )
+        if optimizer.kind == "muon":
+            problems.append(
+                "engine.state_precision=bf16 with optimizer.kind=muon is not supported. Muon's momentum has a type of "
+                "its own. Set engine.state_precision=fp32."
+            )
+    if optimizer.kind == "muon" and stage == 0:
+        problems.append(
+            "optimizer.kind=muon with engine.zero_stage=0 is not supported. DeepSpeed clips and checks Muon's updates "
+            "where it partitions them. Set engine.zero_stage=1, 2 or 3."
+        )
+    return problems
+
+
 def _cluster_rules(cluster: ClusterConfig) -> list[str]:
     problems = [
         f"cluster.environment.{name} looks like a secret. Configs are copied into run directories and shown. "
@@ -355,5 +388,6 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("schedule",), _schedule_rules),
     (("health",), _health_rules),
     (("checkpoint", "eval", "data"), _checkpoint_rules),
+    (("engine", "optimizer"), _engine_rules),
     (("cluster",), _cluster_rules),
 )

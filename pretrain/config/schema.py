@@ -11,6 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from pretrain.config.checkpoints import CheckpointConfig as CheckpointConfig
+from pretrain.config.checkpoints import KeepBestConfig as KeepBestConfig
+from pretrain.config.checkpoints import StartFromConfig as StartFromConfig
 from pretrain.config.cluster import ClusterConfig as ClusterConfig
 from pretrain.config.families import AnyModelConfig as AnyModelConfig
 from pretrain.config.families import DecoderConfig as DecoderConfig
@@ -188,7 +191,25 @@ class SGDConfig(Section):
     )
 
 
-OptimizerConfig = Annotated[AdamWConfig | SGDConfig, Field(discriminator="kind")]
+class MuonConfig(Section):
+    """Muon for the weights of linear layers, AdamW for embeddings, output, norms and biases; ZeRO stages 1 to 3."""
+
+    kind: Literal["muon"] = "muon"
+    learning_rate: PositiveReal = setting("peak learning rate of the linear layers", resume="logged")
+    adam_learning_rate: PositiveReal = setting("peak learning rate of all else, on the same schedule", resume="logged")
+    weight_decay: NonNegativeReal = setting("decay of matrices and embeddings", resume="logged", default=0.1)
+    momentum: Fraction = setting("momentum of Muon", resume="logged", default=0.95, lt=1)
+    beta1: Fraction = setting("AdamW: decay of the first moment", resume="logged", default=0.9, lt=1)
+    beta2: Fraction = setting("AdamW: decay of the second moment", resume="logged", default=0.95, lt=1)
+    eps: PositiveReal = setting("AdamW: epsilon in the denominator", resume="logged", default=1e-8)
+    gradient_clipping: NonNegativeReal = setting(
+        "maximum global norm of Muon's updates and AdamW's gradients together; 0 means no clipping",
+        resume="logged",
+        default=0.0,
+    )
+
+
+OptimizerConfig = Annotated[AdamWConfig | SGDConfig | MuonConfig, Field(discriminator="kind")]
 
 
 class ScheduleConfig(Section):
@@ -212,6 +233,18 @@ class EngineConfig(Section):
     precision: Literal["bf16", "fp32"] = setting(
         "bf16 = bf16 weights and gradients with fp32 masters", resume="logged", default="bf16"
     )
+    state_precision: Literal["fp32", "bf16"] = setting(
+        "bf16 = masters and optimizer state in bf16 too: a third of the memory, and updates below a bf16 step of a "
+        "weight are lost; stages 1 to 3 with precision bf16",
+        resume="logged",
+        default="fp32",
+    )
+    offload_optimizer: Literal["none", "cpu", "nvme"] = setting(
+        "where masters and optimizer state live and are updated: on the device (none) or in host memory (cpu); "
+        "stages 1 to 3",
+        resume="free",
+        default="none",
+    )
     activation_checkpointing: Flag = setting("recompute layers in the backward pass", resume="logged", default=False)
     reduce_bucket_elements: PositiveInt = setting(
         "gradient elements reduced at once", resume="logged", default=5_000_000
@@ -229,47 +262,6 @@ class EngineConfig(Section):
         default=False,
     )
     overlap_communication: Flag = setting("reduce while the backward pass runs (CUDA)", resume="logged", default=False)
-
-
-class KeepBestConfig(Section):
-    """Which checkpoints count as the best; metrics are measured by the validation of the same step."""
-
-    source: Text = setting("validation source", resume="free")
-    metric: Literal["loss", "bits_per_byte"] = setting("what is compared; smaller is better", resume="free")
-    count: PositiveInt = setting("how many are kept", resume="free", default=1)
-
-
-class CheckpointConfig(Section):
-    """When the state is saved and what is kept. The last good checkpoint is never deleted."""
-
-    every_steps: PositiveInt = setting("steps between durable checkpoints", resume="free")
-    every_minutes: PositiveReal | None = setting(
-        "minutes between durable checkpoints, by the clock of rank 0, where that is sooner than every_steps; "
-        "none means by steps only",
-        resume="free",
-        default=None,
-    )
-    max_save_failures: Count = setting(
-        "durable saves in a row that may fail before the run ends; each is told, and the next one tries again",
-        resume="free",
-        default=3,
-    )
-    keep_last: PositiveInt = setting("newest checkpoints that are kept", resume="free", default=2)
-    keep_every_steps: PositiveInt | None = setting(
-        "checkpoints of a step that is a multiple of this are kept for good", resume="free", default=None
-    )
-    keep_best: KeepBestConfig | None = setting(
-        "the best by a validation metric are kept as well", resume="free", default=None
-    )
-    ram_every_steps: PositiveInt | None = setting(
-        "steps between copies in the memory of the nodes, which outlive the processes but not the node; "
-        "two copies are kept; none means no copies in memory",
-        resume="free",
-        default=None,
-    )
-    ram_directory: Location = setting(
-        "directory of those copies on every node, on a tmpfs that holds two", resume="free", default="/dev/shm"
-    )
 
 
 class TranslationEvalConfig(Section):

@@ -20,11 +20,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import MuonConfig, OptimizerConfig, RunConfig
 from pretrain.engine.distributed import collective, limit_collectives
-from pretrain.engine.layout import find_holders, find_slots, publish_masters, release_weights
+from pretrain.engine.layout import (
+    MOMENTUM,
+    find_holders,
+    find_slots,
+    fixed_fragments,
+    fresh_state,
+    has_whole_momenta,
+    publish_masters,
+    release_weights,
+    whole_momenta,
+)
+from pretrain.engine.muon import build_muon, muon_groups
 from pretrain.engine.quiet import load_deepspeed, silenced
-from pretrain.engine.state import MASTER, Fragment, OptimizerSpec, Scalars, probe_optimizer, share_of_replicated
+from pretrain.engine.state import (
+    BUFFER,
+    FROZEN,
+    MASTER,
+    Fragment,
+    OptimizerSpec,
+    Scalars,
+    probe_optimizer,
+    share_of_replicated,
+)
 from pretrain.engine.zero import accumulation_steps, clips_itself, deepspeed_config
 from pretrain.errors import PretrainError
 from pretrain.loss.sums import LossSums
@@ -70,12 +90,15 @@ class Engine:
         self.forward_s = 0.0
         self._microstep = 0
         self._reduction: ExitStack | None = None
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         deepspeed = load_deepspeed(device)
-        optimizer = build_optimizer(parameter_groups(model, config.optimizer.weight_decay), config.optimizer)
+        optimizer = optimizer_of(model, config.optimizer)
         self._spec = probe_optimizer(optimizer)
         self._group_names = [str(group["name"]) for group in optimizer.param_groups]
         self._rate_scales = [float(group["learning_rate_scale"]) for group in optimizer.param_groups]
+        self._buffers = persistent_buffers(model)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._shapes |= {name: tuple(model.get_buffer(name).shape) for name in self._buffers}
+        self._groups = group_of_each(model, optimizer, self._buffers)
         initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
         settings = deepspeed_config(config.engine, config.batch, config.optimizer, world.size)
         with collective("deepspeed initialize"), silenced():
@@ -196,8 +219,12 @@ class Engine:
     # ------------------------------------------------------------------------------------------ state
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every trained parameter with its whole shape. No collective."""
+        """Every parameter and persistent buffer with its whole shape. No collective."""
         return dict(self._shapes)
+
+    def groups(self) -> dict[str, str]:
+        """The optimizer's group of each of them. No collective."""
+        return dict(self._groups)
 
     def optimizer_spec(self) -> OptimizerSpec:
         """What the optimizer keeps. No collective."""
@@ -205,17 +232,19 @@ class Engine:
 
     def fragments(self) -> list[Fragment]:
         """This rank's share of the state; over the ranks every element is in exactly one. No collective."""
-        found = self._local_fragments()
+        trained = self._trained_fragments()
+        own, replicated = fixed_fragments(self.deepspeed_engine, self._buffers)
         if self._config.zero_stage == 0:
-            return share_of_replicated(found, self._world.rank, self._world.size)
-        return found
+            trained, replicated = [], [*trained, *replicated]
+        return [*trained, *own, *share_of_replicated(replicated, self._world.rank, self._world.size)]
 
     def optimizer_scalars(self) -> Scalars:
         """Per-group numbers of the optimizer (Adam's step); empty before the first step. No collective."""
         state = self.deepspeed_engine.basic_optimizer.state
         scalars: Scalars = {}
         for holder, group in find_holders(self.deepspeed_engine):
-            values = {key: float(state[holder][key]) for key in self._spec.scalar_keys if key in state.get(holder, {})}
+            keys, kept = self._spec.groups[self._group_names[group]].scalar_keys, state.get(holder, {})
+            values = {key: float(kept[key]) for key in keys if key in kept}
             if values:
                 scalars.setdefault(self._group_names[group], values)
         return scalars
@@ -228,30 +257,30 @@ class Engine:
             for name, group in zip(self._group_names, groups, strict=True)
         }
 
-    def begin_restore(self, element_keys: tuple[str, ...], scalars: Scalars) -> list[Fragment]:
-        """Prepares the state for being overwritten; gives the fragments to fill (whole ones at stage 0).
+    def begin_restore(self, element_keys: Mapping[str, tuple[str, ...]], scalars: Scalars) -> list[Fragment]:
+        """Prepares the state for being overwritten; gives the fragments to fill (whole ones where replicated).
 
         Args:
-            element_keys: per-element optimizer keys that will be filled; none means a fresh optimizer.
+            element_keys: per-element optimizer keys that will be filled, by group; none means a fresh optimizer.
             scalars: the optimizer's numbers by group name.
         """
         engine = self.deepspeed_engine
         release_weights(engine)
         optimizer = engine.basic_optimizer
         for holder, group in find_holders(engine):
-            if not element_keys and not scalars:
-                optimizer.state.pop(holder, None)
+            name, settings = self._group_names[group], optimizer.param_groups[group]
+            optimizer.state.pop(holder, None)
+            if not element_keys.get(name) and not scalars.get(name):
                 continue
-            settings = optimizer.param_groups[group]
             on_device = settings.get("fused") or settings.get("capturable")
             state = optimizer.state[holder]
-            for key in element_keys:
-                if state.get(key) is None:
-                    state[key] = torch.zeros_like(holder, requires_grad=False)
-            for key, value in scalars.get(self._group_names[group], {}).items():
+            for key in element_keys.get(name, ()):
+                state[key] = fresh_state(engine, holder, group, key)
+            for key, value in scalars.get(name, {}).items():
                 # A tensor of its own per holder: torch's optimizers count in place.
                 state[key] = torch.tensor(value, dtype=torch.float32, device=holder.device if on_device else "cpu")
-        return self._local_fragments()
+        own, replicated = fixed_fragments(engine, self._buffers)
+        return [*self._trained_fragments(whole_momenta_too=True), *own, *replicated]
 
     def end_restore(self) -> None:
         """Makes the computing weights follow the filled masters."""
@@ -261,17 +290,32 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------- private
 
-    def _local_fragments(self) -> list[Fragment]:
-        state = self.deepspeed_engine.basic_optimizer.state
+    def _trained_fragments(self, *, whole_momenta_too: bool = False) -> list[Fragment]:
+        """Masters and their optimizer state on this rank.
+
+        Args:
+            whole_momenta_too: Muon's momentum as a fragment of its own where a rank holds more of it than of the
+                masters (stages 1 and 2), for all of it must be filled; without, the part that belongs to the masters.
+        """
+        engine = self.deepspeed_engine
+        optimizer = engine.basic_optimizer
+        elsewhere = [has_whole_momenta(engine, group) for group in optimizer.param_groups]
+        momenta = whole_momenta(engine) if any(elsewhere) else {}
         fragments = []
-        for slot in find_slots(self.deepspeed_engine):
-            kept = state.get(slot.holder, {})
-            sources = {MASTER: slot.holder, **{k: kept[k] for k in self._spec.element_keys if kept.get(k) is not None}}
-            views = {
-                key: tensor.detach().view(-1)[slot.offset : slot.offset + slot.length]
-                for key, tensor in sources.items()
-            }
+        for slot in find_slots(engine):
+            kept = optimizer.state.get(slot.holder, {})
+            keys = self._spec.groups[self._group_names[slot.group]].element_keys
+            views = {MASTER: _range(slot.holder, slot.offset, slot.length)}
+            if not elsewhere[slot.group]:
+                views |= {k: _range(kept[k], slot.offset, slot.length) for k in keys if kept.get(k) is not None}
+            elif slot.name in momenta and not whole_momenta_too:
+                buffer, first = momenta[slot.name]
+                views[MOMENTUM] = _range(buffer, first + slot.start, slot.length)
             fragments.append(Fragment(slot.name, slot.shape, slot.start, views))
+        if whole_momenta_too:
+            for name, (buffer, first) in momenta.items():
+                shape = self._shapes[name]
+                fragments.append(Fragment(name, shape, 0, {MOMENTUM: _range(buffer, first, math.prod(shape))}))
         return fragments
 
     def _start_exactly(self, initial: Mapping[str, torch.Tensor]) -> None:
@@ -281,7 +325,7 @@ class Engine:
             # Stage 0 bf16 takes a step with a zero gradient while it initialises: it counts and decays.
             optimizer.state.pop(holder, None)
         with torch.no_grad():
-            for fragment in self._local_fragments():
+            for fragment in self._trained_fragments():
                 source = initial[fragment.name].view(-1)[fragment.start : fragment.start + fragment.length]
                 fragment.tensors[MASTER].copy_(source)
 
@@ -292,10 +336,15 @@ class Engine:
             "train_batch_size": engine.train_batch_size(),
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
             "gradient_clipping": engine.gradient_clipping(),
-            "bf16": {"enabled": engine.bfloat16_enabled()},
+            "bf16": settings["bf16"] if engine.bfloat16_enabled() == settings["bf16"]["enabled"] else "another",
             "zero_allow_untested_optimizer": engine.zero_allow_untested_optimizer(),
         }
         wrong = [f"{key}={value}" for key, value in understood.items() if settings[key] != value]
+        offloaded = bool(engine.zero_use_cpu_optimizer())
+        if offloaded != (self._config.offload_optimizer == "cpu"):
+            wrong.append(f"offload of the optimizer={offloaded}")
+        if engine.bf16_optimizer_states() != (self._config.state_precision == "bf16"):
+            wrong.append(f"bf16_optimizer_states={engine.bf16_optimizer_states()}")
         if int(engine.zero_optimization_stage()) != self._config.zero_stage:
             wrong.append(f"zero stage={engine.zero_optimization_stage()}")
         if wrong:
@@ -303,3 +352,27 @@ class Engine:
                 f"DeepSpeed took over {', '.join(wrong)}, which differs from the config. "
                 "Its version may not fit: install the one of constraints.txt."
             )
+
+
+def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
+    """Names of the buffers that belong to a model's state."""
+    kept = model.state_dict(keep_vars=True)
+    return tuple(name for name, _ in model.named_buffers() if name in kept)
+
+
+def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that a config names, over the named groups of a model that is not sharded yet."""
+    if isinstance(config, MuonConfig):
+        return build_muon(muon_groups(model, config))
+    return build_optimizer(parameter_groups(model, config.weight_decay), config)
+
+
+def group_of_each(model: nn.Module, optimizer: torch.optim.Optimizer, buffers: tuple[str, ...]) -> dict[str, str]:
+    """Name of a parameter or buffer -> name of its group in the optimizer, FROZEN or BUFFER."""
+    named = {id(p): str(group["name"]) for group in optimizer.param_groups for p in group["params"]}
+    groups = {name: named.get(id(parameter), FROZEN) for name, parameter in model.named_parameters()}
+    return groups | dict.fromkeys(buffers, BUFFER)
+
+
+def _range(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    return tensor.detach().view(-1)[first : first + count]

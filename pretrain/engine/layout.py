@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 
+from pretrain.engine.state import MASTER, Fragment
+from pretrain.errors import PretrainError
+
+MOMENTUM = "momentum_buffer"
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -61,6 +66,63 @@ def find_holders(engine: Any) -> list[tuple[torch.Tensor, int]]:
     if stage:
         return [(flat, index) for index, flat in enumerate(optimizer.single_partition_of_fp32_groups)]
     return [(slot.holder, slot.group) for slot in _stage_0(engine)]
+
+
+def fixed_fragments(engine: Any, buffers: tuple[str, ...]) -> tuple[list[Fragment], list[Fragment]]:
+    """What no optimizer moves: (ranges that only this rank holds, what every rank holds whole)."""
+    own, replicated = [], []
+    for name, weight in engine.module.named_parameters():
+        if weight.requires_grad:
+            continue
+        partition = getattr(weight, "ds_tensor", None)
+        if partition is None:
+            replicated.append(Fragment(name, tuple(weight.shape), 0, {MASTER: _flat(name, weight)}))
+            continue
+        start = engine.optimizer._get_param_partition_rank(weight) * partition.ds_numel
+        length = max(0, min(partition.ds_numel, weight.ds_numel - start))
+        if length:
+            own.append(Fragment(name, tuple(weight.ds_shape), start, {MASTER: partition.data.view(-1)[:length]}))
+    held = dict(engine.module.named_buffers())
+    replicated += [Fragment(name, tuple(held[name].shape), 0, {MASTER: _flat(name, held[name])}) for name in buffers]
+    return own, replicated
+
+
+def _flat(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise PretrainError(f"{name} is not contiguous in memory. Its state is read and written in place. Make it so.")
+    return tensor.detach().view(-1)
+
+
+def whole_momenta(engine: Any) -> dict[str, tuple[torch.Tensor, int]]:
+    """Where Muon's momentum lies at stages 1 and 2 without offload: (tensor, first element) by parameter.
+
+    There it is no partition like the masters, but the whole of each parameter that a rank owns any part of.
+    """
+    optimizer, found = engine.optimizer, {}
+    for group, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        buffer, position = engine.basic_optimizer.state.get(flat, {}).get(MOMENTUM), 0
+        for weight in optimizer.params_in_partition[group]:
+            if buffer is not None:
+                found[weight] = (buffer, position)
+            position += weight.numel()
+    return {name: found[weight] for weight, name in _names(engine).items() if weight in found}
+
+
+def has_whole_momenta(engine: Any, group: dict[str, Any]) -> bool:
+    """Whether `whole_momenta` says where the momentum of a parameter group is."""
+    staged = int(engine.zero_optimization_stage()) in (1, 2) and not engine.optimizer.cpu_offload
+    return bool(group.get("use_muon")) and staged
+
+
+def fresh_state(engine: Any, holder: torch.Tensor, group: int, key: str) -> torch.Tensor:
+    """Zeros of the size, type and place that the optimizer would give a per-element state of a holder."""
+    settings, optimizer = engine.basic_optimizer.param_groups[group], engine.optimizer
+    if has_whole_momenta(engine, settings):
+        count = sum(weight.numel() for weight in optimizer.params_in_partition[group])
+        return torch.zeros(count, dtype=torch.float32, device=optimizer.device)
+    if settings.get("use_muon") and int(engine.zero_optimization_stage()) == 3:
+        return torch.zeros(holder.numel(), dtype=optimizer.communication_data_type, device=optimizer.device)
+    return torch.zeros_like(holder, requires_grad=False)
 
 
 def publish_masters(engine: Any) -> None:
@@ -116,6 +178,8 @@ def _stage_1_2(engine: Any) -> Iterator[Slot]:
 def _stage_3(engine: Any) -> Iterator[Slot]:
     names, optimizer = _names(engine), engine.optimizer
     for weight, name in names.items():
+        if not weight.requires_grad:
+            continue
         sub_group, offset, count = optimizer.grad_position[optimizer.get_param_id(weight)]
         start = optimizer._get_param_partition_rank(weight) * count
         length = max(0, min(count, weight.ds_numel - start))  # the last rank's end is padding

@@ -1,9 +1,9 @@
 """What a checkpoint sees of an engine: fragments of the logical state, by parameter name.
 
 The logical state is one flat fp32 array per parameter and key: "master" (the weights the optimizer
-updates) and every per-element key of the optimizer ("exp_avg", "momentum_buffer", …). A fragment is
-the part of it that lies on this rank, as views into the engine's own tensors. Importing this never
-imports deepspeed. Source: own.
+updates) and every per-element key that its optimizer group keeps ("exp_avg", "momentum_buffer", …). Frozen
+parameters and persistent buffers have "master" only. A fragment is the part of it that lies on this
+rank, as views into the engine's own tensors. Importing this never imports deepspeed. Source: own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 MASTER = "master"
+FROZEN, BUFFER = "frozen", "buffer"  # groups of what no optimizer moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Fragment:
         name: parameter name.
         shape: shape of the whole parameter.
         start: first element of the range.
-        tensors: key -> 1-D view of the range; all of one length; always holds "master".
+        tensors: key -> 1-D view of the range; all of one length.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Fragment:
     @property
     def length(self) -> int:
         """Elements of this range."""
-        return self.tensors[MASTER].numel()
+        return next(iter(self.tensors.values())).numel()
 
     def cut(self, first: int, last: int) -> Fragment:
         """The part whose elements have numbers first <= i < last within the parameter."""
@@ -53,18 +54,24 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizerSpec:
-    """What the optimizer keeps beside the weights once it has stepped.
+class GroupSpec:
+    """What the optimizer keeps beside the weights of a parameter group once it has stepped.
 
     Attributes:
-        kind: name of its class.
         element_keys: state with one number per weight, for example exp_avg.
-        scalar_keys: state with one number per group, for example step.
+        scalar_keys: state with one number for the group, for example step.
     """
 
-    kind: str
     element_keys: tuple[str, ...]
     scalar_keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """Kind (the name of its class), and what it keeps by parameter group: groups may differ (Muon and its Adam)."""
+
+    kind: str
+    groups: dict[str, GroupSpec]
 
 
 Scalars = dict[str, dict[str, float]]  # parameter group -> key -> value
@@ -75,7 +82,11 @@ class Stateful(Protocol):
     """The engine as checkpoint/ sees it."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every trained parameter with its whole shape, the same on every rank."""
+        """Every parameter and persistent buffer with its whole shape, the same on every rank."""
+        ...
+
+    def groups(self) -> dict[str, str]:
+        """The optimizer's group of each of them, FROZEN or BUFFER."""
         ...
 
     def optimizer_spec(self) -> OptimizerSpec: ...
@@ -88,8 +99,8 @@ class Stateful(Protocol):
 
     def hyperparameters(self) -> dict[str, dict[str, Any]]: ...
 
-    def begin_restore(self, element_keys: tuple[str, ...], scalars: Scalars) -> list[Fragment]:
-        """The fragments that the caller fills, replicated ones whole on every rank."""
+    def begin_restore(self, element_keys: Mapping[str, tuple[str, ...]], scalars: Scalars) -> list[Fragment]:
+        """The fragments that the caller fills, replicated ones whole on every rank; keys by group."""
         ...
 
     def end_restore(self) -> None: ...
@@ -100,14 +111,19 @@ class FreshState:
 
     Args:
         weights: fp32, by name.
-        order: all names, in the model's order.
+        groups: the optimizer's group of each, in the model's order.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, order: list[str]) -> None:
-        self._weights, self._optimizer, self._order = weights, optimizer, order
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, groups: Mapping[str, str]
+    ) -> None:
+        self._weights, self._optimizer, self._groups = weights, optimizer, dict(groups)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(self._weights[name].shape) for name in self._order}
+        return {name: tuple(self._weights[name].shape) for name in self._groups}
+
+    def groups(self) -> dict[str, str]:
+        return dict(self._groups)
 
     def optimizer_spec(self) -> OptimizerSpec:
         return probe_optimizer(self._optimizer)
@@ -124,7 +140,7 @@ class FreshState:
     def hyperparameters(self) -> dict[str, dict[str, Any]]:
         return group_settings(self._optimizer.param_groups)
 
-    def begin_restore(self, element_keys: tuple[str, ...], scalars: Scalars) -> list[Fragment]:
+    def begin_restore(self, element_keys: Mapping[str, tuple[str, ...]], scalars: Scalars) -> list[Fragment]:
         raise NotImplementedError("a fresh state is only saved")
 
     def end_restore(self) -> None:
@@ -142,16 +158,25 @@ def group_settings(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def probe_optimizer(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """Learns the state keys of an optimizer by letting a twin step one tiny parameter."""
-    parameter = torch.zeros(2)
-    parameter.grad = torch.zeros(2)
-    group = {key: value for key, value in optimizer.param_groups[0].items() if key in optimizer.defaults}
-    twin = type(optimizer)([{**group, "params": [parameter]}])
+    """Learns what an optimizer keeps for each of its named groups by letting a twin step one tiny matrix."""
+    return OptimizerSpec(
+        type(optimizer).__name__,
+        {str(group["name"]): _probe_group(optimizer, group) for group in optimizer.param_groups},
+    )
+
+
+def _probe_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> GroupSpec:
+    if group.get("use_muon"):
+        return GroupSpec(("momentum_buffer",), ())  # a step would compile its kernels
+    parameter = torch.zeros(2, 3)
+    parameter.grad = torch.zeros(2, 3)
+    settings = {key: value for key, value in group.items() if key not in ("params", "name")}
+    twin = type(optimizer)([{**settings, "params": [parameter]}])
     twin.step()
     state = {key: value for key, value in twin.state[parameter].items() if value is not None}
-    elements = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() == 2]
+    elements = [key for key, value in state.items() if torch.is_tensor(value) and value.numel() == parameter.numel()]
     scalars = [key for key in state if key not in elements]
-    return OptimizerSpec(type(optimizer).__name__, tuple(sorted(elements)), tuple(sorted(scalars)))
+    return GroupSpec(tuple(sorted(elements)), tuple(sorted(scalars)))
 
 
 def share_of_replicated(fragments: list[Fragment], rank: int, size: int) -> list[Fragment]:

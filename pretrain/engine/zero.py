@@ -29,7 +29,7 @@ def deepspeed_config(
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": steps,
         "gradient_clipping": 0.0 if clips_itself(engine) else optimizer.gradient_clipping,
-        "bf16": {"enabled": engine.precision == "bf16"},
+        "bf16": _bf16(engine),
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
         # Only says that DeepSpeed's authors did not try that class (SGD); the tests here do.
@@ -45,12 +45,24 @@ def deepspeed_config(
             # NCCL's alignment wants an even number.
             "allgather_bucket_size": engine.allgather_bucket_elements + engine.allgather_bucket_elements % 2,
         }
+    if engine.offload_optimizer == "cpu":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        # torch's fused AdamW on the host instead of DeepSpeed's, which a compiler would have to build first.
+        config["zero_force_ds_cpu_optimizer"] = False
+    if optimizer.kind == "muon":
+        zero["reduce_scatter"] = False  # it orthogonalizes whole gradients
     if engine.zero_stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": engine.allgather_bucket_elements,
             "stage3_param_persistence_threshold": engine.persistence_threshold_elements,
         }
     return {**config, "zero_optimization": zero}
+
+
+def _bf16(engine: EngineConfig) -> dict[str, bool]:
+    if engine.state_precision == "bf16":
+        return {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    return {"enabled": engine.precision == "bf16"}
 
 
 def clips_itself(engine: EngineConfig) -> bool:

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,7 @@ class RunDirectory:
         self.url = store.url
         self.name = store.url.rstrip("/").rsplit("/", 1)[-1]
         self._unwritten: RunConfig | None = None
+        self._checkpoints: Store | None = None
 
     def __repr__(self) -> str:
         return f"RunDirectory({self.url!r})"
@@ -176,7 +178,16 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Store:
-        return self.store.child("checkpoints")
+        """Store of the checkpoints: here, or where the config says.
+
+        Raises:
+            DamagedFileError: run.yaml cannot be read, so it is not known where they are.
+        """
+        if self._checkpoints is None:
+            with suppress(NotFoundError):
+                elsewhere = self.config().checkpoint.directory
+                self._checkpoints = open_store(elsewhere) if elsewhere else None
+        return self._checkpoints or self.store.child("checkpoints")
 
     def metrics_key(self, attempt: int) -> str:
         return metrics_key(attempt)

@@ -38,6 +38,7 @@ class EventKind(StrEnum):
     ATTEMPT_STARTED = "attempt_started"  # attempt, ranks, host, why
     RANKS_STARTED = "ranks_started"  # attempt, processes: identities with rank, standby
     RESTORED = "restored"  # attempt, checkpoint, step
+    STARTED_FROM = "started_from"  # attempt, checkpoint of another run, taken, left: numbers of parameters, optimizer
     TRAINING = "training"  # attempt, step: its first one is done, stages: seconds of the start of rank 0
     STANDBYS_READY = "standbys_ready"  # attempt, ranks: the next attempt can start from so many warm processes
     COMMITTED = "committed"  # attempt, step, checkpoint

@@ -71,6 +71,9 @@ class Store(Protocol):
     def delete_tree(self, prefix: str) -> None:
         """Removes everything below the folder `prefix`, half-written files too."""
 
+    def remove_unfinished(self) -> int:
+        """Removes what interrupted writes left behind; gives how many. Only while nobody writes here."""
+
     def append(self, key: str, data: bytes) -> None:
         """Adds to the end of a file in a single write, so that lines of several writers never mix.
 

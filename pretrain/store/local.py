@@ -18,7 +18,8 @@ from pathlib import Path
 from pretrain.errors import StoreError
 from pretrain.faults import passing
 from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedError, checked_key
-from pretrain.store.leftovers import temporary_name
+from pretrain.store.direct import FileWriter
+from pretrain.store.leftovers import remove_leftovers, temporary_name
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _HINTS = {
@@ -103,6 +104,9 @@ class LocalStore:
             shutil.rmtree(path)
             _sync_folder(os.path.dirname(path))
 
+    def remove_unfinished(self) -> int:
+        return len(remove_leftovers(self))
+
     # ---------------------------------------------------------------------------------------- reading
 
     def get(self, key: str) -> bytes:
@@ -168,25 +172,21 @@ class LocalStore:
         """A synced temporary file with the content, and its size; gone at the end whatever happens."""
         folder, name = os.path.split(path)
         temporary = os.path.join(folder, temporary_name(name))
-        written = 0
         try:
             with _explained("write", path):
                 passing("store.open", path)
                 self._make_folder(folder)
                 file = open(temporary, "xb", buffering=0)  # noqa: SIM115 (closed below, inside the same error translation)
+            writer = FileWriter(file.fileno())
             with file:
                 for chunk in chunks:
-                    view = memoryview(chunk).cast("B")
                     with _explained("write", path):
-                        while len(view):
-                            count = file.write(view)
-                            written += count
-                            view = view[count:]
+                        writer.write(memoryview(chunk).cast("B"))
                         passing("store.mid_write", path)
                 with _explained("write", path):
                     passing("store.before_fsync", path)
                     os.fsync(file.fileno())
-            yield temporary, written
+            yield temporary, writer.written
         finally:
             with suppress(FileNotFoundError, NotADirectoryError):
                 os.unlink(temporary)

@@ -1,7 +1,7 @@
 """A store on an object store, through fsspec (`s3://`, `gs://`, `memory://`, …).
 
-One file is one PUT, which object stores make visible whole or not at all; large ones are collected
-in a temporary local file first, so that an interrupted source never publishes half an object. There
+One file is one PUT, which object stores make visible whole or not at all. Large ones go up in parts on S3, on
+others from a temporary local file, so that an interrupted source never publishes half an object. There
 is no append. Atomic creation is a conditional PUT on S3, where a probe shows that the store honours it.
 """
 
@@ -19,6 +19,7 @@ from pretrain.faults import passing
 from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedError, checked_key
 from pretrain.store.client import open_url
 from pretrain.store.local import short_read
+from pretrain.store.multipart import abandoned, put_in_parts
 
 _HONOURS_CONDITION: dict[str, bool] = {}  # by bucket, found by a probe
 
@@ -48,6 +49,15 @@ class RemoteStore:
 
     def put_stream(self, key: str, chunks: Iterable[bytes | memoryview]) -> int:
         path = self._path(key)
+        if self._is_s3:
+            source = _Source(chunks)
+            try:
+                with self._explained("write", key):
+                    return put_in_parts(self._files, path, source)
+            except StoreError:
+                if source.error is not None:
+                    raise source.error from None
+                raise
         with tempfile.NamedTemporaryFile(prefix="pretrain-upload-") as file:
             for chunk in chunks:
                 with self._explained("write", key):
@@ -87,6 +97,15 @@ class RemoteStore:
     def delete_tree(self, prefix: str) -> None:
         for key in self.list(prefix):
             self.delete(key)
+
+    def remove_unfinished(self) -> int:
+        if not self._is_s3:
+            return 0
+        with self._explained("clean", "(interrupted uploads)"):
+            uploads = list(abandoned(self._files, self._root))
+            for upload in uploads:
+                self._files.call_s3("abort_multipart_upload", **upload)
+        return len(uploads)
 
     # ---------------------------------------------------------------------------------------- reading
 
@@ -149,10 +168,14 @@ class RemoteStore:
 
     # ---------------------------------------------------------------------------------------- helpers
 
+    @property
+    def _is_s3(self) -> bool:
+        return self.url.startswith("s3://")
+
     def _creates_atomically(self) -> bool:
         """Whether the store honours a conditional PUT: asked once by trying, because many ignore the condition."""
         bucket = "/".join(self.url.split("/")[:3])
-        if not self.url.startswith("s3://"):
+        if not self._is_s3:
             return False
         if bucket not in _HONOURS_CONDITION:
             path = f"{self._root}/{TEMPORARY}probe-{uuid.uuid4().hex}"
@@ -198,3 +221,18 @@ class RemoteStore:
                 f"cannot {action} {self.url}/{key}: {type(error).__name__}: {error}. "
                 "Check the network, the credentials and the URL."
             ) from error
+
+
+class _Source:
+    """Pieces, and the error that ended them: it is the caller's, not the store's."""
+
+    def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
+        self._chunks = chunks
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        try:
+            yield from self._chunks
+        except BaseException as error:
+            self.error = error
+            raise

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pretrain.checkpoint.interval import FailureRate, count_failures
 from pretrain.config import RunConfig
 from pretrain.config.capacity import model_batch
 from pretrain.data.loader import Loader, open_loader
@@ -157,7 +158,7 @@ class Training:
     def close(self) -> None:
         """Ends threads, sinks and the engine; the process group stays."""
         self.place.stop.close()
-        for close in (self.loader.close, *(sink.close for sink in self.sinks), self.engine.close):
+        for close in (self.loader.close, *(sink.close for sink in self.sinks), self.saver.close, self.engine.close):
             with contextlib.suppress(PretrainError):
                 close()
 
@@ -216,11 +217,21 @@ def build_training(config: RunConfig, place: Place) -> Training:
         reporter=place.reporter,
         log=log,
         memory=MemorySaver(tier, engine, place.world, attempt=place.attempt, guard=place.guard, log=log),
+        failures=_failures(place, from_memory=tier is not None),
     )
     sinks = open_sinks(config, place.run, place.world, place.attempt, log)
     throughput = Throughput(flops_per_step=0.0, peak_flops=None, total_steps=config.schedule.total_steps)
     own_work = OwnWork(lambda: engine.forward_s)
     return Training(config, place, loader, validation, engine, tokenizer, pairs, saver, sinks, throughput, own_work)
+
+
+def _failures(place: Place, *, from_memory: bool) -> FailureRate:
+    """What the journal says; only rank 0 asks, and a journal that cannot be read costs the advice only."""
+    if not place.world.is_main:
+        return FailureRate()
+    with contextlib.suppress(PretrainError):
+        return count_failures([(e.kind, e.t, e.fields) for e in place.run.events()], from_memory=from_memory)
+    return FailureRate()
 
 
 def _tokenizer(config: RunConfig, place: Place) -> Tokenizer:

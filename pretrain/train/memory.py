@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from pretrain.checkpoint import COPIES, MemoryTier, Restored, SaveHandle, save
+from pretrain.checkpoint import COPIES, MemoryTier, Restored, SaveHandle, file_bytes, save
 from pretrain.config.schema import CheckpointConfig
 from pretrain.engine.distributed import broadcast_bytes, gather_texts, vote
 from pretrain.engine.engine import Engine
@@ -26,8 +26,6 @@ from pretrain.rundir import RunDirectory
 from pretrain.rundir.memory_folders import MemoryOwner, remove_orphans, run_uuid
 from pretrain.topology import World
 from pretrain.train.state import TrainingState
-
-_BYTES_PER_NUMBER = 4  # fp32 masters and optimizer state
 
 
 def open_memory_tier(config: CheckpointConfig, run: RunDirectory, engine: Engine, world: World) -> MemoryTier | None:
@@ -52,26 +50,25 @@ def open_memory_tier(config: CheckpointConfig, run: RunDirectory, engine: Engine
         remove_orphans(base, without=None if config.ram_every_steps else identifier)
     if config.ram_every_steps is None:
         return None
-    tier = MemoryTier.open(base, MemoryOwner(run.url, identifier), world)
+    tier = MemoryTier.open(base, MemoryOwner(run.url, identifier), world, with_partner=config.ram_partner)
     _check_room(config, tier, engine, world)
     return tier
 
 
 def _check_room(config: CheckpointConfig, tier: MemoryTier, engine: Stateful, world: World) -> None:
     """Raises UserError on all ranks when a node's directory does not hold two copies of what its ranks own."""
-    keys = 1 + len(engine.optimizer_spec().element_keys)
-    share = sum(fragment.length for fragment in engine.fragments()) * keys * _BYTES_PER_NUMBER
-    shares = [int(text) for text in gather_texts(str(share))]
-    needed = COPIES * sum(shares[rank] for rank in tier.ranks_here)
+    shares = [int(text) for text in gather_texts(str(file_bytes(engine)))]
+    needed = COPIES * sum(shares[rank] for rank in tier.ranks_kept_here)
     problem = ""
     if tier.is_leader:
         free = shutil.disk_usage(config.ram_directory).free + tier.held_bytes()
         usable = min(free, psutil.virtual_memory().available + tier.held_bytes())
         if needed > usable:
             what = "free there" if free <= usable else "of memory available"
+            ranks = len(tier.ranks_kept_here)
             problem = (
                 f"checkpoint.ram_every_steps={config.ram_every_steps} needs {needed / 1e6:.4g} MB in "
-                f"{config.ram_directory} on {os.uname().nodename} ({COPIES} copies for {len(tier.ranks_here)} ranks), "
+                f"{config.ram_directory} on {os.uname().nodename} ({COPIES} copies for {ranks} ranks), "
                 f"and {usable / 1e6:.4g} MB are {what}. Both copies must fit. Enlarge the tmpfs (mount -o "
                 "remount,size=, docker --shm-size), name another one with checkpoint.ram_directory, or remove "
                 "checkpoint.ram_every_steps."
@@ -130,6 +127,7 @@ class MemorySaver:
             world=self._world,
             guard=self._guard,
             in_parts=True,
+            partner=self.tier.partner,
         )
         return time.perf_counter() - started
 
@@ -151,6 +149,11 @@ class MemorySaver:
         self._finish()
         self.tier.discard()
 
+    def close(self) -> None:
+        """Serves other nodes no more. No collective."""
+        if self.tier is not None:
+            self.tier.close()
+
     def _finish(self) -> None:
         """Waits for the copy that is under way on any rank; all learn whether it is complete. A collective."""
         name, problem = None, ""
@@ -158,6 +161,8 @@ class MemorySaver:
             name = self._pending.name
             try:
                 self._pending.wait()
+                if self._pending.warning:
+                    self._log.warning("no second copy on the partner node", checkpoint=name, why=self._pending.warning)
             except StoreError as error:
                 problem = str(error)
         self._pending = None

@@ -12,14 +12,30 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pretrain.checkpoint import Best, Restored, Retention, SaveHandle, discard_after, prepare_copy, prune, restore, save
-from pretrain.config.schema import CheckpointConfig
+from pretrain.checkpoint import (
+    Best,
+    Restored,
+    Retention,
+    SaveHandle,
+    Selection,
+    discard_after,
+    prepare_copy,
+    prune,
+    restore,
+    save,
+    start_from,
+)
+from pretrain.checkpoint.format import parse_name
+from pretrain.checkpoint.interval import FailureRate
+from pretrain.config.schema import CheckpointConfig, StartFromConfig
 from pretrain.engine.distributed import gather_texts, vote
 from pretrain.engine.engine import Engine
-from pretrain.errors import PretrainError, StoreError
+from pretrain.errors import PretrainError, StoreError, UserError
 from pretrain.log import Log
+from pretrain.rundir import RunDirectory
 from pretrain.store import Store
 from pretrain.topology import World
+from pretrain.train.interval import IntervalAdvisor
 from pretrain.train.memory import MemorySaver
 from pretrain.train.reporter import Reporter
 from pretrain.train.state import TrainingState
@@ -47,12 +63,14 @@ class Saver:
         reporter: Reporter,
         log: Log,
         memory: MemorySaver,
+        failures: FailureRate = FailureRate(),  # noqa: B008 (frozen)
     ) -> None:
         """
         Args:
             guard: raises FencedError when this attempt may not publish any more.
             beat: called while a wait for a save goes on, as long as the save makes progress.
             memory: the tier of copies in memory.
+            failures: of earlier attempts, as rank 0 counted them.
         """
         self._checkpoints, self._engine, self._world = checkpoints, engine, world
         self._attempt, self._config = attempt, config
@@ -64,7 +82,9 @@ class Saver:
         self._problem = ""  # why it failed on this rank
         self._failures = 0
         self._saved_at = time.monotonic()
+        self._advisor = IntervalAdvisor(config, failures)
         self._validation: tuple[int, Mapping[str, Mapping[str, Any]]] = (-1, {})
+        self._first_save: tuple[float, int] | None = None
         self.saved_step: int | None = None
 
     def restore(self) -> TrainingState | None:
@@ -73,12 +93,16 @@ class Saver:
         Raises:
             CheckpointError: checkpoints are there, but none is good.
         """
+        self._prepare_store()
         restored: Restored | None = restore(self._checkpoints, self._engine, self._world, memory=self._memory.tier)
         self._memory.note(restored)
         prepare_copy(self._engine)
         self._saved_at = time.monotonic()
         if restored is None:
+            self._start_from(self._config.start_from)
             return None
+        for note in restored.notes:
+            self._log.warning(note)
         for name, why in restored.skipped:
             self._log.warning("checkpoint skipped", checkpoint=name, why=why)
         tier = "memory" if restored.from_memory else "durable"
@@ -112,11 +136,55 @@ class Saver:
         self._log.info("went back", checkpoint=restored.name, step=restored.step)
         return TrainingState.from_json(restored.training_state)
 
+    def _prepare_store(self) -> None:
+        """Before an attempt reads or writes: another run's checkpoints are refused, leftovers removed. A collective.
+
+        Raises:
+            UserError: checkpoint.directory belongs to another run, on every rank.
+        """
+        problem = ""
+        if self._world.is_main:
+            try:
+                names = self._checkpoints.names() if self._attempt == 1 and self._config.directory else []
+                # An import publishes its weights as attempt 0, before the first one.
+                if any((parse_name(name) or (0, 0))[0] > 0 for name in names):
+                    problem = (
+                        f"checkpoint.directory={self._config.directory} holds checkpoints, and this run has none yet. "
+                        "Each run needs a directory of its own. Name an empty one; to begin with another run's weights "
+                        "set checkpoint.start_from."
+                    )
+                else:
+                    removed = self._checkpoints.remove_unfinished()
+                    if removed:
+                        self._log.info("removed what interrupted saves had left", files=removed)
+            except StoreError as error:  # what was left takes space, nothing else
+                self._log.warning("leftovers of interrupted saves could not be removed", why=error)
+        vote(not problem, problem, error=UserError)
+
+    def _start_from(self, config: StartFromConfig | None) -> None:
+        """Takes another run's weights over if the config says so. A collective."""
+        if config is None:
+            return
+        selection = Selection(config.only, config.leave_out, config.optimizer == "keep")
+        other = RunDirectory.locate(config.run).checkpoints
+        started = start_from(other, config.checkpoint, self._engine, self._world, selection)
+        for note in started.notes:
+            self._log.warning(note)
+        place = f"{config.run}:{config.checkpoint}"
+        told = {"checkpoint": place, "taken": len(started.taken), "left": len(started.left)}
+        self._log.info("started from another run", **told, optimizer=config.optimizer)
+        if started.left:
+            self._log.info(f"as initialised: {', '.join(started.left[:12])}{' …' if started.left[12:] else ''}")
+        self._reporter.event("started_from", attempt=self._attempt, step=0, optimizer=config.optimizer, **told)
+
     @property
     def time_is_up(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last durable save began. Rank 0 decides."""
-        minutes = self._config.every_minutes
-        return self._world.is_main and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        """Whether a durable save is due by the clock, counted from the begin of the last one. Rank 0 decides."""
+        minutes, advised_s = self._config.every_minutes, self._advisor.seconds
+        limits_s = [60 * minutes] if minutes is not None else []
+        if self._config.every == "auto" and advised_s is not None:
+            limits_s.append(advised_s)
+        return self._world.is_main and bool(limits_s) and time.monotonic() - self._saved_at >= min(limits_s)
 
     def note_validation(self, step: int, losses: Mapping[str, Mapping[str, Any]]) -> None:
         """Metrics by source, kept with the checkpoint of the same step."""
@@ -164,6 +232,10 @@ class Saver:
         self.poll()
         return self._memory.save(state)
 
+    def close(self) -> None:
+        """Ends what serves other ranks. No collective."""
+        self._memory.close()
+
     def poll(self) -> None:
         """Takes note of a save that has ended on this rank; never waits. Raises FencedError."""
         if self._handle is not None and self._handle.done:
@@ -209,12 +281,25 @@ class Saver:
         if not self._world.is_main:
             return
         self._log.info("saved", checkpoint=handle.name, step=self.saved_step)
+        self._advise(handle)
         self._reporter.event("committed", attempt=self._attempt, step=self.saved_step, checkpoint=handle.name)
         try:
             for name in prune(self._checkpoints, _retention(self._config), self._guard):
                 self._log.info("pruned", checkpoint=name)
         except StoreError as error:  # what should have gone stays: nothing is lost but space
             self._log.warning("old checkpoints could not be pruned", why=error)
+
+    def _advise(self, handle: SaveHandle) -> None:
+        self._advisor.note_save(handle.stall_s, handle.write_s)
+        advice = self._advisor.advice(self._steps_per_s())
+        if advice:
+            self._log.info(advice)
+
+    def _steps_per_s(self) -> float | None:
+        """Speed since the first save, saves included."""
+        now, step = time.monotonic(), self.saved_step or 0
+        first_t, first_step = self._first_save = self._first_save or (now, step)
+        return (step - first_step) / (now - first_t) if step > first_step and now > first_t else None
 
     def _watch(self, handle: SaveHandle) -> None:
         """Waits, with a sign of life for each bit of progress: a large save is slow, a stuck one is silent."""

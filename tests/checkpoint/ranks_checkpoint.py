@@ -124,7 +124,7 @@ def from_the_start(world: World, folder: str) -> dict[str, bool]:
 # ------------------------------------------------------------------------------------------- damage
 
 
-def _flip(path: Path, position: float) -> None:
+def flip(path: Path, position: float) -> None:
     data = bytearray(path.read_bytes())
     data[min(len(data) - 1, int(position * len(data)))] ^= 0x10
     path.write_bytes(data)
@@ -140,13 +140,13 @@ def _rename_tensor(path: Path) -> None:
 
 
 def _flipped(rank: int, position: float) -> Callable[[Path], None]:
-    return lambda folder: _flip(folder / f"rank-0000{rank}.safetensors", position)
+    return lambda folder: flip(folder / f"rank-0000{rank}.safetensors", position)
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "none": lambda folder: None,
     **{f"bit of rank {rank} at {at}": _flipped(rank, at) for rank in (0, 1) for at in (0.0, 0.01, 0.3, 0.77, 1.0)},
-    "bit of manifest": lambda folder: _flip(folder / "MANIFEST.json", 0.5),
+    "bit of manifest": lambda folder: flip(folder / "MANIFEST.json", 0.5),
     "manifest cut": lambda folder: _cut(folder / "MANIFEST.json", 0.5),
     "manifest empty": lambda folder: _cut(folder / "MANIFEST.json", 0.0),
     "manifest missing": lambda folder: (folder / "MANIFEST.json").unlink(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,15 @@ from pretrain.checkpoint.copy import idle_copies
 from pretrain.checkpoint.files import read_manifest
 from pretrain.checkpoint.format import FileEntry, Manifest, checkpoint_name, parse_name
 from pretrain.checkpoint.retention import disposable
-from pretrain.engine.state import MASTER, Fragment, OptimizerSpec, Scalars, probe_optimizer, share_of_replicated
+from pretrain.engine.state import (
+    MASTER,
+    Fragment,
+    GroupSpec,
+    OptimizerSpec,
+    Scalars,
+    probe_optimizer,
+    share_of_replicated,
+)
 from pretrain.errors import CheckpointError, UserError
 from pretrain.store import Store, open_store
 from pretrain.topology import World
@@ -49,8 +58,11 @@ class FakeEngine:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return dict(SHAPES)
 
+    def groups(self) -> dict[str, str]:
+        return dict.fromkeys(SHAPES, "decay")
+
     def optimizer_spec(self) -> OptimizerSpec:
-        return OptimizerSpec("AdamW", ("exp_avg", "exp_avg_sq"), ("step",))
+        return OptimizerSpec("AdamW", {"decay": GroupSpec(("exp_avg", "exp_avg_sq"), ("step",))})
 
     def fragments(self) -> list[Fragment]:
         return share_of_replicated(self._whole, self._rank, self._size)
@@ -61,7 +73,7 @@ class FakeEngine:
     def hyperparameters(self) -> dict[str, dict[str, Any]]:
         return {"decay": {"lr": 0.1, "betas": (0.9, 0.95)}}
 
-    def begin_restore(self, element_keys: tuple[str, ...], scalars: Scalars) -> list[Fragment]:
+    def begin_restore(self, element_keys: Mapping[str, tuple[str, ...]], scalars: Scalars) -> list[Fragment]:
         raise NotImplementedError
 
     def end_restore(self) -> None:
@@ -140,15 +152,15 @@ def test_the_shares_of_all_ranks_cover_every_element_once(size: int) -> None:
             assert torch.equal(fragment.tensors[MASTER], whole[fragment.start : fragment.start + fragment.length])
         ranges = tuple((order.index(f.name), f.start, f.length) for f in fragments)
         if ranges:  # with more ranks than elements some have none
-            files.append(FileEntry(f"{rank}", 0, "", "", (MASTER,), ranges))
-    manifest = Manifest(1, 1, "", dict(SHAPES), {}, {}, {}, tuple(files))
+            files.append(FileEntry(f"{rank}", 0, (), "", ranges))
+    manifest = Manifest(1, 1, "", dict(SHAPES), {}, {}, {}, {}, tuple(files))
     assert manifest.first_hole() is None
-    assert Manifest(1, 1, "", dict(SHAPES), {}, {}, {}, tuple(files[1:])).first_hole() is not None
-    assert Manifest(1, 1, "", dict(SHAPES), {}, {}, {}, (*files, files[0])).first_hole() is not None
+    assert Manifest(1, 1, "", dict(SHAPES), {}, {}, {}, {}, tuple(files[1:])).first_hole() is not None
+    assert Manifest(1, 1, "", dict(SHAPES), {}, {}, {}, {}, (*files, files[0])).first_hole() is not None
 
 
 def test_a_manifest_that_does_not_cover_everything_or_is_of_another_format_is_refused() -> None:
-    manifest = Manifest(1, 1, "x", dict(SHAPES), {}, {}, {}, ())
+    manifest = Manifest(1, 1, "x", dict(SHAPES), dict.fromkeys(SHAPES, "decay"), {}, {}, {}, ())
     with pytest.raises(CheckpointError, match="does not cover embedding exactly once"):
         Manifest.decode(manifest.encode(), "somewhere")
     with pytest.raises(CheckpointError, match="somewhere is damaged"):
@@ -205,22 +217,25 @@ def test_pruning_asks_the_guard_before_each_deletion_and_refuses_to_delete_all(t
         prune(store, Retention(0), lambda: None)
 
 
-def test_the_optimizer_is_asked_what_it_keeps() -> None:
+def test_the_optimizer_is_asked_what_it_keeps_of_each_group() -> None:
     weight = torch.nn.Parameter(torch.zeros(3))
     groups = [{"params": [weight], "name": "decay"}]
     adamw = torch.optim.AdamW(groups, lr=0.1, fused=True)
-    assert probe_optimizer(adamw) == OptimizerSpec("AdamW", ("exp_avg", "exp_avg_sq"), ("step",))
-    momentum = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    assert probe_optimizer(momentum) == OptimizerSpec("SGD", ("momentum_buffer",), ())
-    assert probe_optimizer(torch.optim.SGD([weight], lr=0.1)) == OptimizerSpec("SGD", (), ())
+    assert probe_optimizer(adamw) == OptimizerSpec("AdamW", {"decay": GroupSpec(("exp_avg", "exp_avg_sq"), ("step",))})
+    other = {"params": [torch.nn.Parameter(torch.zeros(3))], "name": "plain", "momentum": 0.0}
+    momentum = torch.optim.SGD([{"params": [weight], "name": "decay"}, other], lr=0.1, momentum=0.9)
+    kept = {"decay": GroupSpec(("momentum_buffer",), ()), "plain": GroupSpec((), ())}
+    assert probe_optimizer(momentum) == OptimizerSpec("SGD", kept)
     assert torch.equal(weight, torch.zeros(3))
 
 
 def test_the_manifest_records_what_an_inspector_wants(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     manifest = read_manifest(store, store_one(store))
-    assert manifest.optimizer["hyperparameters"] == {"decay": {"lr": 0.1, "betas": [0.9, 0.95]}}
-    assert manifest.optimizer["scalars"] == {"decay": {"step": 4.0}}
+    (group,) = manifest.optimizer["groups"].values()
+    assert group["hyperparameters"] == {"lr": 0.1, "betas": [0.9, 0.95]}
+    assert group["scalars"] == {"step": 4.0}
+    assert group["element_keys"] == ["exp_avg", "exp_avg_sq"]
     assert manifest.origin["ranks"] == 1
     assert manifest.training_state == {"step": 1}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.config import load_config
 from pretrain.rundir import RunDirectory
 from pretrain.rundir.memory_folders import (
     MemoryOwner,
@@ -18,10 +19,12 @@ from pretrain.rundir.memory_folders import (
     write_owner,
 )
 from pretrain.rundir.process import ProcessIdentity, identify_process
+from pretrain.rundir.run_yaml import encode_config
 from pretrain.store import open_store
 from tests.checkpoint import ranks_memory
 from tests.ranks import RankResult, run_ranks
 
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tests" / "tiny-decoder.yaml"
 NEWER, OLDER = "step-00000002-a001", "step-00000001-a001"
 
 
@@ -33,34 +36,55 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> list[RankResult]:
 
 def test_ranks_on_the_same_places_read_their_own_files_bit_for_bit(three: list[RankResult]) -> None:
     for rank in three:
-        assert rank.value["several_nodes"]["same places"] == [NEWER, True, [], True]
+        assert rank.value["several_nodes"]["same places"] == [NEWER, True, [], True, []]
+        assert rank.value["several_nodes"]["partner"]
     assert [rank.value["several_nodes"]["leader"] for rank in three] == [True, False, True]
     assert [rank.value["several_nodes"]["ranks_here"] for rank in three] == [[0, 1], [0, 1], [2]]
 
 
-@pytest.mark.parametrize("case", ["stage 0", "moved"])
-def test_a_copy_that_one_rank_cannot_read_whole_gives_way_to_the_durable_one_on_all(
-    three: list[RankResult], case: str
-) -> None:
+@pytest.mark.parametrize("case", ["stage 0", "stage 3", "moved"])
+def test_what_lies_on_another_node_is_read_from_there(three: list[RankResult], case: str) -> None:
     for rank in three:
-        name, from_memory, skipped, equal = rank.value["several_nodes"][case]
-        assert (name, from_memory, equal) == (OLDER, False, None if case == "stage 0" else True)
-        ((skipped_name, why),) = skipped
-        assert skipped_name == f"{NEWER} in memory"
-        assert "elements of" in why
+        assert rank.value["several_nodes"][case] == [NEWER, True, [], True, []]
 
 
-def test_a_lost_node_is_told_by_its_ranks_and_the_durable_one_is_used(three: list[RankResult]) -> None:
+def test_without_partners_a_lost_node_is_told_by_its_ranks_and_the_durable_one_is_used(three: list[RankResult]) -> None:
     for rank in three:
-        found = rank.value["several_nodes"]["lost node"]
-        assert found == [OLDER, False, [[f"{NEWER} in memory", "no living node holds the files of ranks [2]"]], True]
+        name, from_memory, skipped, equal, _ = rank.value["several_nodes"]["lost node"]
+        assert (name, from_memory, equal) == (OLDER, False, True)
+        assert skipped == [[f"{NEWER} in memory", "no living node holds the files of ranks [2]"]]
 
 
 def test_one_flipped_bit_on_one_node_makes_all_use_the_durable_one(three: list[RankResult]) -> None:
     for rank in three:
-        name, from_memory, skipped, equal = rank.value["several_nodes"]["flipped bit"]
+        name, from_memory, skipped, equal, _ = rank.value["several_nodes"]["flipped bit"]
         assert (name, from_memory, equal) == (OLDER, False, True)
         assert "rank-00002.safetensors does not match its sha256" in skipped[0][1]
+
+
+def test_with_partners_each_of_three_nodes_may_be_lost(three: list[RankResult]) -> None:
+    for number, rank in enumerate(three):
+        guest = (number - 1) % 3
+        kept = {f"rank-0000{r}{suffix}" for r in (number, guest) for suffix in (".safetensors", ".part.json")}
+        assert set(rank.value["partners"]["files"]) == kept
+        for lost in range(3):
+            assert rank.value["partners"][f"node {lost} lost"] == [[True, 2], True, [], []]
+
+
+def test_of_two_copies_the_good_one_is_used_and_without_one_the_weights_stay_as_they_were(
+    three: list[RankResult],
+) -> None:
+    for rank in three:
+        found, equal, _, notes = rank.value["partners"]["a bit of one copy"]
+        assert (found, equal) == ([True, 2], True)
+        assert len(notes) == 1
+        assert "rank-00001.safetensors between 0 and" in notes[0]
+        found, equal, told, _ = rank.value["partners"]["a bit of one copy, the other lost"]
+        assert (found, equal) == (None, True)  # nothing was overwritten: the run begins as initialised
+        assert "rank-00001.safetensors does not match its sha256" in told[0]
+        found, equal, told, _ = rank.value["partners"]["two nodes lost"]
+        assert (found, equal) == (None, True)
+        assert told == ["no living node holds the files of ranks [1]"]
 
 
 def test_two_copies_are_kept_and_all_memory_is_given_back(three: list[RankResult]) -> None:
@@ -75,7 +99,7 @@ def test_two_copies_are_kept_and_all_memory_is_given_back(three: list[RankResult
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A directory that counts as a run whose state the test sets."""
     found = RunDirectory(open_store(tmp_path / "run"))
-    found.store.put("run.yaml", b"")
+    found.store.put("run.yaml", encode_config(load_config(CONFIG)))
     return found
 
 

@@ -47,6 +47,16 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"health.data_timeout_s": "2m"},
         "health.data_timeout_s=120, .* do not rise. The rule is data < collective < heartbeat",
     ),
+    ({"engine.offload_optimizer": "nvme"}, "engine.offload_optimizer=nvme is not supported. .* Set .*=cpu."),
+    ({"engine.offload_optimizer": "cpu", "engine.zero_stage": 0}, "engine.offload_optimizer=cpu with .*zero_stage=0"),
+    (
+        {"engine.state_precision": "bf16", "engine.precision": "fp32"},
+        "engine.state_precision=bf16 with engine.zero_stage=2, engine.precision=fp32, .* Set .*_precision=fp32",
+    ),
+    (
+        {"optimizer": {"kind": "muon", "learning_rate": 0.02, "adam_learning_rate": 1e-3}, "engine.zero_stage": 0},
+        "optimizer.kind=muon with engine.zero_stage=0 is not supported",
+    ),
     ({"cluster.min_ranks": 2}, "cluster.min_ranks=2 is above cluster.num_ranks=1"),
     ({"cluster.environment": {"WANDB_API_KEY": "x"}}, "cluster.environment.WANDB_API_KEY looks like a secret"),
     (

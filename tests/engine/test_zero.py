@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pretrain.engine.zero import accumulation_steps, deepspeed_config
@@ -19,14 +21,31 @@ def test_batch_sizes_count_the_empty_micro_batches(ranks: int, steps: int, train
     assert settings["gradient_accumulation_steps"] == steps
 
 
+MUON = {"kind": "muon", "learning_rate": 0.02, "adam_learning_rate": 0.01}
+
+
 @pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_key_is_one_that_deepspeed_knows(stage: int, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "more"),
+    [
+        ("fp32", {}),
+        ("bf16", {}),
+        ("bf16", {"offload_optimizer": "cpu"}),
+        ("bf16", {"state_precision": "bf16"}),
+        ("bf16", {"optimizer": MUON}),
+    ],
+    ids=["fp32", "bf16", "offload", "bf16 states", "muon"],
+)
+def test_every_key_is_one_that_deepspeed_knows(stage: int, precision: str, more: dict[str, Any]) -> None:
     from deepspeed.runtime import constants
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    config = run_config(stage, precision, allgather_bucket_elements=1001)
+    if more and not stage:
+        with pytest.raises(ValueError, match="zero_stage=0"):
+            run_config(stage, precision, **more)
+        return
+    config = run_config(stage, precision, allgather_bucket_elements=1001, **more)
     settings = deepspeed_config(config.engine, config.batch, config.optimizer, 2)
     known = {value for value in vars(constants).values() if isinstance(value, str)} | {"bf16", "zero_optimization"}
     assert set(settings) <= known

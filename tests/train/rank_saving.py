@@ -60,7 +60,7 @@ def failing_saves(world: World, folder: str) -> dict[str, Any]:
     def saver(name: str, told: Told, **config: Any) -> Saver:
         return Saver(
             Failing(Path(folder) / name), engine, world, attempt=1,
-            config=CheckpointConfig(every_steps=1, keep_last=9, **config), guard=nothing, beat=nothing,
+            config=CheckpointConfig(**{"every_steps": 1, "keep_last": 9, **config}), guard=nothing, beat=nothing,
             reporter=told, log=log, memory=MemorySaver(None, engine, world, attempt=1, guard=nothing, log=log),
         )  # fmt: skip
 
@@ -117,6 +117,26 @@ def failing_saves(world: World, folder: str) -> dict[str, Any]:
     clock.append(timed.time_is_up)
     timed.settle()
     result["clock"] = clock
+    one_kept = saver("one kept", Told(), keep_last=1)
+    with redirect_stderr(io.StringIO()):
+        for step in (1, 2):
+            Failing.left = int(step == 2 and world.rank == 0)
+            one_kept.save(_state(step))
+            one_kept.settle()
+    result["one kept"] = good("one kept")
+
+    auto = saver("auto", Told(), every="auto", every_steps=10**6, expected_failure_hours=1e-6)
+    due = [auto.time_is_up]  # nothing is measured yet
+    auto.save(_state(1))
+    auto.settle()
+    time.sleep(0.5)
+    due.append(auto.time_is_up)
+    rare = saver("rare", Told(), every="auto", every_steps=10**6, expected_failure_hours=1e6)
+    rare.save(_state(1))
+    rare.settle()
+    time.sleep(0.5)
+    due.append(rare.time_is_up)
+    result["auto"] = due
     data = StepData(0, (), 0, 0, 0)
     result["agreed"] = [
         agree(data, StopReason.NONE, save_due=wish and world.is_main).save_due for wish in (True, False)

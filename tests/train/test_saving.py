@@ -45,6 +45,14 @@ def test_the_clock_of_rank_0_decides_for_all(pair: list[RankResult]) -> None:
     assert [rank.value["agreed"] for rank in pair] == [[True, False]] * 2
 
 
+def test_a_failed_save_never_costs_the_only_good_checkpoint(pair: list[RankResult]) -> None:
+    assert [rank.value["one kept"] for rank in pair] == [[1], [1]]
+
+
+def test_the_measured_cost_and_failure_rate_decide_if_asked(pair: list[RankResult]) -> None:
+    assert [rank.value["auto"] for rank in pair] == [[False, True, False], [False, False, False]]
+
+
 def test_every_run_ends_with_a_checkpoint_of_its_last_step(tmp_path: Path) -> None:
     """7 steps, saved every 3: 3, 6 and 7; 6 steps: 3 and 6, and not a second time."""
     from pretrain.checkpoint import list_checkpoints

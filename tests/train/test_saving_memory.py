@@ -116,8 +116,8 @@ def test_a_directory_that_does_not_hold_two_copies_is_refused_with_the_numbers(
     _check_room(config, tier, FakeEngine(), World())  # type: ignore[arg-type]
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(1000, 0, 500))
-    # 34 weights with two moments of four bytes each, twice: 816 bytes, and owner.json counts as free.
-    with pytest.raises(UserError, match=r"ram_every_steps=2 needs 0\.000816 MB in .* \(2 copies for 1 ranks\)"):
+    # 34 weights with two moments of four bytes each and two pages for header and alignment, twice: 17,200 bytes.
+    with pytest.raises(UserError, match=r"ram_every_steps=2 needs 0\.0172 MB in .* \(2 copies for 1 ranks\)"):
         _check_room(config, tier, FakeEngine(), World())  # type: ignore[arg-type]
 
 
