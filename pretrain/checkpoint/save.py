@@ -96,26 +96,8 @@ def save(
     fragments, groups = engine.fragments(), engine.groups()
     save_id, kept = _agree(fragments, groups, world)
     index = {parameter: position for position, parameter in enumerate(shapes)}
-    scalars = engine.optimizer_scalars()
-    manifest = Manifest(
-        step=step,
-        attempt=attempt,
-        save_id=save_id,
-        parameters=shapes,
-        groups=groups,
-        optimizer={
-            "kind": engine.optimizer_spec().kind,
-            "groups": {
-                group: {
-                    "element_keys": kept.get(group, []), "scalars": scalars.get(group, {}), "hyperparameters": values,
-                }
-                for group, values in engine.hyperparameters().items()
-            },
-        },
-        training_state=training_state,
-        origin={"ranks": world.size, "torch": torch.__version__, "python": platform.python_version(), **(origin or {})},
-        files=(),
-    )  # fmt: skip
+    manifest = replace(_described(engine, world, kept, origin), step=step, attempt=attempt, save_id=save_id)
+    manifest = replace(manifest, training_state=training_state)
     idle = idle_copies(engine)
     copy = idle.pop() if idle else HostCopy()
     copy.take(fragments, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": save_id})
@@ -126,6 +108,27 @@ def save(
         world.ranks_per_node, patience_s, in_parts, partner,
     )  # fmt: skip
     return SaveHandle(name, time.perf_counter() - started, lambda progress: _write(job, progress))
+
+
+def _described(engine: Stateful, world: World, kept: dict[str, list[str]], origin: dict[str, Any] | None) -> Manifest:
+    """What the manifest says of the engine; step, attempt, state and files are still to come."""
+    scalars = engine.optimizer_scalars()
+    groups = {
+        group: {"element_keys": kept.get(group, []), "scalars": scalars.get(group, {}), "hyperparameters": values}
+        for group, values in engine.hyperparameters().items()
+    }
+    facts = {"ranks": world.size, "torch": torch.__version__, "python": platform.python_version(), **(origin or {})}
+    return Manifest(
+        step=0,
+        attempt=0,
+        save_id="",
+        parameters=engine.shapes(),
+        groups=engine.groups(),
+        optimizer={"kind": engine.optimizer_spec().kind, "groups": groups},
+        training_state={},
+        origin=facts,
+        files=(),
+    )
 
 
 def _agree(fragments: list[Fragment], groups: dict[str, str], world: World) -> tuple[str, dict[str, list[str]]]:
