@@ -55,11 +55,11 @@ def test_a_build_on_ray_gives_the_same_bytes_also_when_a_worker_is_killed(
 ) -> None:
     address, nodes = cluster
     for number in range(3):
-        write_jsonl(texts / f"{number}.jsonl", [{"text": text} for text in numbered_texts(4000, seed=number)])
+        write_jsonl(texts / f"{number}.jsonl", [{"text": text} for text in numbered_texts(1500, seed=number)])
     build(text_options(texts, tmp_path / "calm", tokenizer_path, name="same", block_tokens=256, shard_blocks=64))
     command = [sys.executable, "-m", "launch.cli", "data", "build", str(texts), "--out", str(tmp_path / "torn"),
                "--tokenizer", tokenizer_path, "--name", "same", "--block-tokens", "256", "--shard-blocks", "64",
-               "--ray", "--address", address, "--no-plot"]  # fmt: skip
+               "--ray", "--address", address, "--no-plot", "--memory", "2MB"]  # fmt: skip
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         killed = _kill_a_worker_in_mid_build(tmp_path / "torn.partial", nodes, process)
         output, errors = process.communicate(timeout=240)
