@@ -175,6 +175,8 @@ class DocumentMaker:
 
     def repair(self, text: str) -> str:
         """JSON may hold lone surrogates (`"\\ud800"`), which no UTF-8 can: they become U+FFFD, counted."""
+        if text.isascii():
+            return text
         try:
             text.encode()
         except UnicodeEncodeError:
