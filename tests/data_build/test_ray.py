@@ -20,7 +20,7 @@ from pretrain.data.build import build
 from tests.data_build.corpus import file_hashes, numbered_texts, text_options, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]  # a cluster of two nodes; make test-cluster runs it
 
 
 @pytest.fixture
