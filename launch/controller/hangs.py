@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from launch.controller.state import Beat, Cause, Fault, Limits, PhaseTimes, RankStack, RankView, RunState
 
@@ -38,9 +38,10 @@ def hear(view: RankView, beat: Beat, now: float, times: PhaseTimes) -> tuple[Ran
             times = learn(times, "step", step_s)
         step_s = 0.0
     own = (*view.own, beat.own_s)[-_WINDOW:] if beat.own_s is not None else view.own
-    heard = replace(
-        view, heard_t=now, phase=beat.phase, step=beat.step, first_step=first, collective=beat.collective,
-        beat_t=told, phase_t=phase_t, step_s=step_s, own=own,
+    # Not `replace`, which takes twice the time: thousands of ranks beat several times a second.
+    heard = RankView(
+        view.spawned_t, now, view.host, beat.phase, beat.step, first, beat.collective, told, phase_t, step_s, own,
+        view.exit, view.gone, view.node,
     )  # fmt: skip
     return heard, times
 
