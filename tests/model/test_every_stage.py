@@ -137,9 +137,10 @@ def test_every_registered_family_has_a_small_config() -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Of both ranks; the processes start once for all families and stages."""
     folder = str(tmp_path_factory.mktemp("stages"))
-    return [result.value for result in run_ranks(both_ways, ranks=2, arguments={"folder": folder}, timeout_s=280)]
+    return [result.value for result in run_ranks(both_ways, ranks=2, arguments={"folder": folder}, timeout_s=900)]
 
 
+@pytest.mark.timeout(1000)  # the first one waits for the ranks: a minute, many on a machine that others load
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("family", ONE_EACH)
 def test_a_family_trains_as_a_plain_loop_and_goes_on_bit_for_bit(
