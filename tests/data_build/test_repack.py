@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from launch.cli import main
+from pretrain.data.batch import BatchShape
+from pretrain.data.blocks import BlockReader
 from pretrain.data.build import build
 from pretrain.data.format import Manifest
 from pretrain.data.repack import RepackOptions, repack
+from pretrain.data.rows import SourceRows
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.verify import verify_source
 from pretrain.errors import DataError
+from pretrain.sequence import IGNORED_LABEL
 from pretrain.store import open_store
 from tests.data_build.corpus import (
     file_hashes,
@@ -140,3 +144,24 @@ def test_the_command_says_what_has_changed_and_refuses_what_cannot_be(
     assert main(["data", "repack", source, str(tmp_path / "c"), "--source-length", "48"]) == 2
     assert "source_length does not fit source same, which holds tokens" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "texts"]
+
+
+def test_the_loader_reads_rows_of_whole_documents_without_their_padding(
+    tmp_path: Path, corpus: Path, tokenizer_path: str
+) -> None:
+    manifest = _built(corpus, tmp_path / "rows", tokenizer_path, row_tokens=96, block_tokens=192, over_long="split")
+    store = open_store(tmp_path / "rows")
+    shape = BatchShape(
+        rows=1, sequence_length=96, source_length=None, pad_id=manifest.pad_id, start_id=manifest.start_id
+    )
+    rows = SourceRows("rows", BlockReader(store, manifest), shape)
+    expected = _rows(tmp_path / "rows")
+    assert rows.num_rows == len(expected)
+    assert rows.count_real_rows() == sum(1 for row in expected if row)
+    for number, documents in enumerate(expected):
+        row = rows.row(number // 2, number % 2)
+        assert row.decoder_ids.tolist() == [token for document in documents for token in document]
+        assert row.lengths.tolist() == [len(document) for document in documents]
+        assert row.labels.tolist() == [label for document in documents for label in [*document[1:], IGNORED_LABEL]]
+    with pytest.raises(DataError, match=r"sequence_length=48 does not fit source same.*batch.sequence_length=96"):
+        manifest.rows_per_block_at(48)
