@@ -58,9 +58,15 @@ def keep(run: RunDirectory, lease: int) -> None:
             keeper = actor.remote(run.url, environment, submission, lease)
             ray.get(keeper.watch.remote(submission, lease), timeout=30.0)
             return
+        except (
+            ray.exceptions.GetTimeoutError
+        ):  # a busy cluster: it may still come up, and training must not wait for it
+            break
         except ray.exceptions.RayActorError:  # the keeper of an earlier submission was just ending
             time.sleep(1.0)
-    Log().warning("no keeper could be started: a dead driver will not be started again; use pretrain submit --resume")
+    Log().warning(
+        "no keeper has answered: until one does, a dead driver will not be started again; use pretrain submit --resume"
+    )
 
 
 def keeper_name(run_url: str) -> str:
