@@ -227,6 +227,9 @@ def fill_engine(
         filled = _together(action, files)
         passing("load.read", manifest.name)
         if filled.problem:
+            if check_first and action != files.read:  # a fresh start follows: the optimizer has not stepped
+                engine.begin_restore({}, {})
+                engine.end_restore()
             return filled
     engine.end_restore()
     vote(True)

@@ -47,7 +47,10 @@ def abandoned(files: Any, root: str) -> Iterator[dict[str, str]]:
     bucket, prefix, _ = files.split_path(root)
     marker: dict[str, str] = {}
     while True:
-        page = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **marker)
+        try:
+            page = files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **marker)
+        except FileNotFoundError:  # the word of some stores for a bucket that never had one
+            return
         for upload in page.get("Uploads", []):
             yield {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
         if not page.get("IsTruncated"):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import load_config
 from pretrain.rundir import RunDirectory
 from pretrain.rundir.memory_folders import (
     MemoryOwner,
@@ -23,8 +22,8 @@ from pretrain.rundir.run_yaml import encode_config
 from pretrain.store import open_store
 from tests.checkpoint import ranks_memory
 from tests.ranks import RankResult, run_ranks
+from tests.rundir.helpers import config
 
-CONFIG = Path(__file__).resolve().parents[2] / "configs" / "tests" / "tiny-decoder.yaml"
 NEWER, OLDER = "step-00000002-a001", "step-00000001-a001"
 
 
@@ -99,7 +98,7 @@ def test_two_copies_are_kept_and_all_memory_is_given_back(three: list[RankResult
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A directory that counts as a run whose state the test sets."""
     found = RunDirectory(open_store(tmp_path / "run"))
-    found.store.put("run.yaml", encode_config(load_config(CONFIG)))
+    found.store.put("run.yaml", encode_config(config()))
     return found
 
 

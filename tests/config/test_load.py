@@ -198,7 +198,7 @@ def test_missing_sections_and_wrong_kinds_are_told() -> None:
     problems = "\n".join(problems_of(content))
     for part in (
         "model is missing. The section has no default. Add model: with keys such as",
-        "optimizer.kind is missing. It chooses what the section describes: adamw, sgd. Add optimizer.kind.",
+        "optimizer.kind is missing. It chooses what the section describes: adamw, muon, sgd. Add optimizer.kind.",
         "seed is missing. It has no default, because it decides the result",
         "data.sources={} is out of bounds. The rule is at least 1 of them",
         "batch=3 is not a mapping. It is a section with keys of its own.",
@@ -207,7 +207,7 @@ def test_missing_sections_and_wrong_kinds_are_told() -> None:
         assert part in problems
     assert problems.count("\n") == 5
     assert problems_of(changed("optimizer.kind", "adam")) == [
-        "optimizer.kind=adam is not known. The choices are adamw, sgd. Set optimizer.kind=adamw."
+        "optimizer.kind=adam is not known. The choices are adamw, muon, sgd. Set optimizer.kind=adamw."
     ]
 
 
