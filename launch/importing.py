@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pretrain.config import RunConfig
     from pretrain.config.schema import AnyModelConfig
-    from pretrain.engine.state import Stateful
+    from pretrain.engine.state import Savable
     from pretrain.rundir import RunDirectory
 
 # What a config.json says about training and not about the weights: the run's own config decides.
@@ -111,7 +111,7 @@ def write_start(
     return handle.name
 
 
-def _stateful(config: RunConfig, weights: Mapping[str, Tensor]) -> Stateful:
+def _stateful(config: RunConfig, weights: Mapping[str, Tensor]) -> Savable:
     """Whole weights and an optimizer that has not stepped, as an engine would show them."""
     import torch
 

@@ -19,7 +19,7 @@ import torch
 
 from pretrain.checkpoint.digests import chunk_bounds
 from pretrain.checkpoint.format import safetensors_header, tensor_name
-from pretrain.engine.state import MASTER, Fragment, Stateful
+from pretrain.engine.state import MASTER, Fragment, Savable
 from pretrain.store.direct import ALIGNMENT
 
 
@@ -93,7 +93,7 @@ def _buffer(size: int, *, pinned: bool) -> torch.Tensor:
     return whole[start : start + size]
 
 
-def file_bytes(engine: Stateful) -> int:
+def file_bytes(engine: Savable) -> int:
     """At most so many bytes has this rank's file once the optimizer has stepped; before, it has no state."""
     specs, groups = engine.optimizer_spec().groups, engine.groups()
     size, names = 0, []
@@ -105,7 +105,7 @@ def file_bytes(engine: Stateful) -> int:
     return size + len(safetensors_header(names, {})) + ALIGNMENT
 
 
-def prepare_copy(engine: Stateful) -> threading.Thread | None:
+def prepare_copy(engine: Savable) -> threading.Thread | None:
     """Makes the buffer of the first save in a thread and touches every page of it, while training goes on.
 
     Returns:
@@ -127,9 +127,9 @@ def prepare_copy(engine: Stateful) -> threading.Thread | None:
     return thread
 
 
-_idle_copies: WeakKeyDictionary[Stateful, list[HostCopy]] = WeakKeyDictionary()
+_idle_copies: WeakKeyDictionary[Savable, list[HostCopy]] = WeakKeyDictionary()
 
 
-def idle_copies(engine: Stateful) -> list[HostCopy]:
+def idle_copies(engine: Savable) -> list[HostCopy]:
     """Copies of finished saves of an engine, free to be used again; lives as long as the engine."""
     return _idle_copies.setdefault(engine, [])

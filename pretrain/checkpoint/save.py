@@ -34,7 +34,7 @@ from pretrain.checkpoint.format import (
 from pretrain.checkpoint.handle import SaveHandle, SaveProgress
 from pretrain.checkpoint.peers import Peer
 from pretrain.engine.distributed import gather_texts
-from pretrain.engine.state import MASTER, Fragment, Stateful
+from pretrain.engine.state import MASTER, Fragment, Savable
 from pretrain.errors import FencedError, PretrainError, StoreError
 from pretrain.faults import passing
 from pretrain.rundir.records import decode_record, encode_record
@@ -66,7 +66,7 @@ class _Job:
 
 def save(
     store: Store,
-    engine: Stateful,
+    engine: Savable,
     *,
     step: int,
     attempt: int,
@@ -110,7 +110,7 @@ def save(
     return SaveHandle(name, time.perf_counter() - started, lambda progress: _write(job, progress))
 
 
-def _described(engine: Stateful, world: World, kept: dict[str, list[str]], origin: dict[str, Any] | None) -> Manifest:
+def _described(engine: Savable, world: World, kept: dict[str, list[str]], origin: dict[str, Any] | None) -> Manifest:
     """What the manifest says of the engine; step, attempt, state and files are still to come."""
     scalars = engine.optimizer_scalars()
     groups = {

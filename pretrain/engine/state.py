@@ -78,8 +78,8 @@ Scalars = dict[str, dict[str, float]]  # parameter group -> key -> value
 
 
 @runtime_checkable
-class Stateful(Protocol):
-    """The engine as checkpoint/ sees it."""
+class Savable(Protocol):
+    """What a checkpoint is made from."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter and persistent buffer with its whole shape, the same on every rank."""
@@ -98,6 +98,11 @@ class Stateful(Protocol):
     def optimizer_scalars(self) -> Scalars: ...
 
     def hyperparameters(self) -> dict[str, dict[str, Any]]: ...
+
+
+@runtime_checkable
+class Stateful(Savable, Protocol):
+    """The engine as checkpoint/ sees it: saved and restored."""
 
     def begin_restore(self, element_keys: Mapping[str, tuple[str, ...]], scalars: Scalars) -> list[Fragment]:
         """The fragments that the caller fills, replicated ones whole on every rank; keys by group."""
@@ -139,12 +144,6 @@ class FreshState:
 
     def hyperparameters(self) -> dict[str, dict[str, Any]]:
         return group_settings(self._optimizer.param_groups)
-
-    def begin_restore(self, element_keys: Mapping[str, tuple[str, ...]], scalars: Scalars) -> list[Fragment]:
-        raise NotImplementedError("a fresh state is only saved")
-
-    def end_restore(self) -> None:
-        raise NotImplementedError("a fresh state is only saved")
 
 
 def group_settings(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

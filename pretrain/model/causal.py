@@ -5,6 +5,7 @@ A family gives `embedding … head` and `_hidden`, from ids and a layout to what
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from jaxtyping import Float, Int
@@ -16,7 +17,7 @@ from pretrain.model.cache import Cache
 from pretrain.sequence import Batch, SeqInfo
 
 
-class CausalModel(nn.Module):
+class CausalModel(nn.Module, ABC):
     """Base of the decoder-only families; they have a `head`.
 
     Args:
@@ -27,9 +28,9 @@ class CausalModel(nn.Module):
         super().__init__()
         self.num_layers, self.max_length = num_layers, max_length
 
+    @abstractmethod
     def _hidden(self, ids_T: Tensor, info: SeqInfo, key: int, cache: Cache | None = None) -> Tensor:
         """The normed output of the last layer, [T, D]; `key` is the dropout key."""
-        raise NotImplementedError
 
     def forward(self, batch: Batch) -> LossSums:
         """Sums of the loss over the batch's labels."""

@@ -6,6 +6,7 @@ Target document i sees source document i only.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from jaxtyping import Float, Int
@@ -19,20 +20,20 @@ Source = tuple[Tensor, SeqInfo]
 """Encoded source [T_source, D] and its layout."""
 
 
-class PairModel(nn.Module):
+class PairModel(nn.Module, ABC):
     """Base of the encoder-decoder families; they have a `head`."""
 
     def __init__(self, num_decoder_layers: int) -> None:
         super().__init__()
         self.num_decoder_layers = num_decoder_layers
 
+    @abstractmethod
     def _encode(self, ids_T: Tensor, info: SeqInfo, key: int) -> Tensor:
         """Hidden states of the sources, [T_source, D]; `key` is the dropout key."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hidden(self, ids_T: Tensor, info: SeqInfo, source: Source, key: int, cache: Cache | None = None) -> Tensor:
         """What the head reads of the targets, [T, D]."""
-        raise NotImplementedError
 
     def forward(self, batch: Batch) -> LossSums:
         """Sums of the loss over the batch's labels.
