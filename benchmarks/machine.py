@@ -12,19 +12,16 @@ from typing import Literal
 
 import torch
 
+from pretrain.processor import computes_bf16
+
 
 def precision() -> Literal["bf16", "fp32"]:
     """What both sides of a training benchmark compute in."""
-    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() and _has("avx512_bf16", "amx_bf16") else "fp32"
+    return "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() and computes_bf16() else "fp32"
 
 
 def dtype() -> torch.dtype:
     return torch.bfloat16 if precision() == "bf16" else torch.float32
-
-
-def _has(*flags: str) -> bool:
-    found = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found is not None and bool(set(flags) & set(found[1].split()))
 
 
 def memory_kib(field: str) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.errors import ExitCode, PretrainError, UserError
+from pretrain.processor import computes_bf16
 
 CONFIG = Path("configs/quickstart.yaml")
 RUN = "quickstart"
@@ -101,11 +102,7 @@ def prepare() -> None:
 
 def precision_here() -> list[str]:
     """An override to fp32 where the processor has no instructions for bf16, which is then twenty times slower."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return []
-    if {"avx512_bf16", "amx_bf16", "bf16"} & set(flags):
+    if computes_bf16():
         return []
     print("\nThis processor has no instructions for bf16: the run computes in fp32.", flush=True)
     return ["engine.precision=fp32"]

@@ -32,6 +32,7 @@ from pretrain.metrics.throughput import Throughput
 from pretrain.model.attention import explain_attention
 from pretrain.model.flops import parameter_counts, training_flops_per_step
 from pretrain.model.registry import build_model
+from pretrain.processor import computes_bf16
 from pretrain.rundir import RunDirectory
 from pretrain.topology import World
 from pretrain.train.memory import MemorySaver, open_memory_tier
@@ -188,14 +189,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
     assert loader is not None
     place.heartbeat.stage("data")
     if place.world.is_main:
-        log.info(f"data\n{loader.describe()}")
-        log.info(
-            "model",
-            parameters=parameter_counts(config.model).total,
-            attention=str(attention),
-            zero_stage=config.engine.zero_stage,
-            precision=config.engine.precision,
-        )
+        _announce(config, place, loader, str(attention))
     model = build_model(
         config.model,
         config.loss,
@@ -232,6 +226,23 @@ def _failures(place: Place, *, from_memory: bool) -> FailureRate:
     with contextlib.suppress(PretrainError):
         return count_failures([(e.kind, e.t, e.fields) for e in place.run.events()], from_memory=from_memory)
     return FailureRate()
+
+
+def _announce(config: RunConfig, place: Place, loader: Loader, attention: str) -> None:
+    """Says what will be trained on what."""
+    place.log.info(f"data\n{loader.describe()}")
+    place.log.info(
+        "model",
+        parameters=parameter_counts(config.model).total,
+        attention=attention,
+        zero_stage=config.engine.zero_stage,
+        precision=config.engine.precision,
+    )
+    if config.engine.precision == "bf16" and place.device.type == "cpu" and not computes_bf16():
+        place.log.warning(
+            "this processor has no instructions for bf16, which makes a step about twenty times slower than with "
+            "engine.precision=fp32"
+        )
 
 
 def _tokenizer(config: RunConfig, place: Place) -> Tokenizer:
