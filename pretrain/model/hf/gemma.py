@@ -12,14 +12,9 @@ from typing import Any
 from pretrain.config.schema import GemmaConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
-
-_HEAD = "lm_head.weight"
-
-
-def _head_width(config: GemmaConfig) -> int:
-    return config.head_width or config.width // config.num_heads
 
 
 def _layer_types(config: GemmaConfig) -> list[str]:
@@ -40,8 +35,8 @@ def _to_config(config: GemmaConfig, options: ExportOptions) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": _head_width(config),
-        "query_pre_attn_scalar": int(config.query_scale or _head_width(config)),
+        "head_dim": head_width_of(config),
+        "query_pre_attn_scalar": int(config.query_scale or head_width_of(config)),
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": config.norm_eps,
         "sliding_window": config.window,
@@ -54,10 +49,10 @@ def _to_config(config: GemmaConfig, options: ExportOptions) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": config.init_std,
     }
-    rope = to_hf_rope(config.rope_theta, config.rope_scaling, _head_width(config))
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
     if not config.qk_norm:
         return body | {"rope_parameters": rope}
-    window_rope = to_hf_rope(config.window_rope_theta or config.rope_theta, None, _head_width(config))
+    window_rope = to_hf_rope(config.window_rope_theta or config.rope_theta, None, head_width_of(config))
     return body | {"rope_parameters": {"full_attention": rope, "sliding_attention": window_rope}}
 
 
@@ -132,42 +127,15 @@ def _full_every(body: Mapping[str, Any], default: int) -> int:
 
 
 def _weights(config: GemmaConfig) -> list[Weight]:
-    """Every parameter; a tied output matrix is left out, as they do."""
-    width, hidden, vocabulary = config.width, config.feed_forward_width, config.vocabulary_size
-    head = _head_width(config)
-    queries, keys = config.num_heads * head, (config.num_kv_heads or config.num_heads) * head
-    weights = [
-        Weight.same("embedding.weight", "model.embed_tokens.weight", vocabulary, width),
-        Weight.same("norm.weight", "model.norm.weight", width),
-    ]
-    if not config.tied_embeddings:
-        weights.append(Weight.same("head.weight", _HEAD, vocabulary, width))
     norms = {
         "attention_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
         "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
     }  # fmt: skip
-    for index in range(config.num_layers):
-        ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        projections = [f"{attention}.{name}_proj.weight" for name in "qkv"]
-        gates = [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]
-        weights += [Weight.same(f"{ours}.{o}.weight", f"{theirs}.{t}.weight", width) for o, t in norms.items()]
-        weights += [
-            Weight.fused(f"{ours}.attention.qkv.weight", projections, (queries, keys, keys), width),
-            Weight.same(f"{ours}.attention.output.weight", f"{attention}.o_proj.weight", width, queries),
-            Weight.fused(f"{ours}.mlp.gate_up.weight", gates, (hidden, hidden), width),
-            Weight.same(f"{ours}.mlp.down.weight", f"{mlp}.down_proj.weight", width, hidden),
-        ]
-        if config.qk_norm:
-            weights += [
-                Weight.same(f"{ours}.attention.{side}_norm.weight", f"{attention}.{side[0]}_norm.weight", head)
-                for side in ("query", "key")
-            ]
-    return weights
+    return decoder_weights(config, norms)
 
 
 def _before_import(state: State, config: GemmaConfig) -> State:
-    return without(state, *([_HEAD] if config.tied_embeddings else []))
+    return without(state, *([HEAD] if config.tied_embeddings else []))
 
 
 GEMMA = Exchange(_weights, _to_config, _from_config, before_import=_before_import)

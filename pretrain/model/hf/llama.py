@@ -12,10 +12,9 @@ from typing import Any
 from pretrain.config.schema import DecoderConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, refuse_scaled, require, without
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
-
-_HEAD = "lm_head.weight"
 
 
 def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
@@ -26,7 +25,7 @@ def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
         )
     refuse_scaled(config)
     family = "qwen3" if config.qk_norm else "llama"
-    rope = to_hf_rope(config.rope_theta, config.rope_scaling, _head_width(config))
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
     return options.common() | {
         "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]],
         "model_type": family,
@@ -36,7 +35,7 @@ def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": _head_width(config),
+        "head_dim": head_width_of(config),
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_theta": rope["rope_theta"],  # where transformers 4 reads it
@@ -72,44 +71,13 @@ def _from_config(body: Mapping[str, Any]) -> DecoderConfig:
     )
 
 
-def _head_width(config: DecoderConfig) -> int:
-    return config.head_width or config.width // config.num_heads
-
-
 def _weights(config: DecoderConfig) -> list[Weight]:
-    """Every parameter; a tied output matrix is left out, as they do."""
-    width, hidden, vocabulary = config.width, config.feed_forward_width, config.vocabulary_size
-    head = _head_width(config)
-    queries, keys = config.num_heads * head, (config.num_kv_heads or config.num_heads) * head
-    weights = [
-        Weight.same("embedding.weight", "model.embed_tokens.weight", vocabulary, width),
-        Weight.same("norm.weight", "model.norm.weight", width),
-    ]
-    if not config.tied_embeddings:
-        weights.append(Weight.same("head.weight", _HEAD, vocabulary, width))
-    for index in range(config.num_layers):
-        ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        projections = [f"{attention}.{name}_proj.weight" for name in "qkv"]
-        gates = [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]
-        weights += [
-            Weight.same(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", width),
-            Weight.fused(f"{ours}.attention.qkv.weight", projections, (queries, keys, keys), width),
-            Weight.same(f"{ours}.attention.output.weight", f"{attention}.o_proj.weight", width, queries),
-            Weight.same(f"{ours}.mlp_norm.weight", f"{theirs}.post_attention_layernorm.weight", width),
-            Weight.fused(f"{ours}.mlp.gate_up.weight", gates, (hidden, hidden), width),
-            Weight.same(f"{ours}.mlp.down.weight", f"{mlp}.down_proj.weight", width, hidden),
-        ]
-        if config.qk_norm:
-            weights += [
-                Weight.same(f"{ours}.attention.{side}_norm.weight", f"{attention}.{side[0]}_norm.weight", head)
-                for side in ("query", "key")
-            ]
-    return weights
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return decoder_weights(config, norms)
 
 
 def _before_import(state: State, config: DecoderConfig) -> State:
-    kept = without(state, *([_HEAD] if config.tied_embeddings else []))
+    kept = without(state, *([HEAD] if config.tied_embeddings else []))
     return {name: tensor for name, tensor in kept.items() if not name.endswith("rotary_emb.inv_freq")}
 
 

@@ -1,0 +1,52 @@
+"""The weights of decoders with grouped heads and gated feed-forward, as Llama names them: Llama, Qwen3, Gemma.
+
+Takes a config and the names of a layer's norms -> every weight with both names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pretrain.config.schema import DecoderConfig, GemmaConfig
+from pretrain.model.hf.weights import Weight
+
+HEAD = "lm_head.weight"
+
+
+def head_width_of(config: DecoderConfig | GemmaConfig) -> int:
+    return config.head_width or config.width // config.num_heads
+
+
+def decoder_weights(config: DecoderConfig | GemmaConfig, norms: Mapping[str, str]) -> list[Weight]:
+    """Every parameter; a tied output matrix is left out, as they do.
+
+    Args:
+        norms: our name of each norm of a layer -> theirs.
+    """
+    width, hidden, vocabulary = config.width, config.feed_forward_width, config.vocabulary_size
+    head = head_width_of(config)
+    queries, keys = config.num_heads * head, (config.num_kv_heads or config.num_heads) * head
+    weights = [
+        Weight.same("embedding.weight", "model.embed_tokens.weight", vocabulary, width),
+        Weight.same("norm.weight", "model.norm.weight", width),
+    ]
+    if not config.tied_embeddings:
+        weights.append(Weight.same("head.weight", HEAD, vocabulary, width))
+    for index in range(config.num_layers):
+        ours, theirs = f"layers.{index}", f"model.layers.{index}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        projections = [f"{attention}.{name}_proj.weight" for name in "qkv"]
+        gates = [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]
+        weights += [Weight.same(f"{ours}.{o}.weight", f"{theirs}.{t}.weight", width) for o, t in norms.items()]
+        weights += [
+            Weight.fused(f"{ours}.attention.qkv.weight", projections, (queries, keys, keys), width),
+            Weight.same(f"{ours}.attention.output.weight", f"{attention}.o_proj.weight", width, queries),
+            Weight.fused(f"{ours}.mlp.gate_up.weight", gates, (hidden, hidden), width),
+            Weight.same(f"{ours}.mlp.down.weight", f"{mlp}.down_proj.weight", width, hidden),
+        ]
+        if config.qk_norm:
+            weights += [
+                Weight.same(f"{ours}.attention.{side}_norm.weight", f"{attention}.{side[0]}_norm.weight", head)
+                for side in ("query", "key")
+            ]
+    return weights
