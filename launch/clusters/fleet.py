@@ -99,6 +99,25 @@ class Fleet:
         return f"run {self.config.name}: {self.num_nodes} nodes of {self.slots} ranks ({kind} each){spares}"
 
 
+def fill(template: str, fleet: Fleet, entry: str, **values: str) -> str:
+    """A shell template with @NAME@ replaced: what every kind of fleet needs, its own `values`, the config last.
+
+    Args:
+        entry: the command that every node or the head runs in the end.
+    """
+    everywhere = {
+        "SETUP": "\n".join(fleet.nodes.setup) or ":",
+        "EXPORTS": "\n".join(fleet.exports()),
+        "RAY_CPUS": str(fleet.ray_cpus),
+        "RAY_GPUS": str(fleet.ray_gpus),
+        "OBJECT_STORE": str(fleet.object_store_bytes),
+        "ENTRY": entry,
+    }
+    for name, value in (everywhere | values | {"CONFIG": fleet.config_text()}).items():  # in it nothing is replaced
+        template = template.replace(f"@{name}@", value)
+    return template
+
+
 def fleet_of(config: RunConfig, *, kind: str, home: str | None = None) -> Fleet:
     """The machines of a config.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from launch.clusters.fleet import Fleet, dump, entry_command
+from launch.clusters.fleet import Fleet, dump, entry_command, fill
 from pretrain.errors import UserError
 
 MOUNT = "/runs"
@@ -89,16 +89,4 @@ def render(fleet: Fleet) -> str:
 
 
 def _run(fleet: Fleet) -> str:
-    values = {
-        "SETUP": "\n".join(fleet.nodes.setup) or ":",
-        "EXPORTS": "\n".join(fleet.exports()),
-        "RAY_CPUS": str(fleet.ray_cpus),
-        "RAY_GPUS": str(fleet.ray_gpus),
-        "OBJECT_STORE": str(fleet.object_store_bytes),
-        "ENTRY": entry_command('"$work/run.yaml"', '"http://$head_ip:8266"'),
-        "CONFIG": fleet.config_text(),  # last: what stands in it is not replaced
-    }
-    text = _RUN
-    for name, value in values.items():
-        text = text.replace(f"@{name}@", value)
-    return text
+    return fill(_RUN, fleet, entry_command('"$work/run.yaml"', '"http://$head_ip:8266"'))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 
-from launch.clusters.fleet import Fleet, entry_command
+from launch.clusters.fleet import Fleet, entry_command, fill
 from pretrain.config.clusters import SlurmConfig
 from pretrain.errors import UserError
 
@@ -109,21 +109,14 @@ def render(fleet: Fleet) -> str:
     gpus = f" --gpus-per-node={fleet.slots}" if fleet.on_gpus else ""
     interface = fleet.nodes.interface
     named = interface is not None and interface.isalnum()  # not one of NCCL's patterns
-    values = {
-        "SETUP": "\n".join(fleet.nodes.setup) or ":",
-        "EXPORTS": "\n".join(fleet.exports()),
-        "ADDRESS": _INTERFACE_ADDRESS.replace("@INTERFACE@", str(interface)) if named else _ADDRESS,
-        "CPUS": str(fleet.nodes.cpus),
-        "GPUS": gpus,
-        "RAY_CPUS": str(fleet.ray_cpus),
-        "RAY_GPUS": str(fleet.ray_gpus),
-        "OBJECT_STORE": str(fleet.object_store_bytes),
-        "ENTRY": entry_command('"$work/run.yaml"', '"http://$head_ip:$((base + 1))"'),
-        "CONFIG": fleet.config_text(),  # last: what stands in it is not replaced
-    }
-    body = _BODY
-    for name, value in values.items():
-        body = body.replace(f"@{name}@", value)
+    body = fill(
+        _BODY,
+        fleet,
+        entry_command('"$work/run.yaml"', '"http://$head_ip:$((base + 1))"'),
+        ADDRESS=_INTERFACE_ADDRESS.replace("@INTERFACE@", str(interface)) if named else _ADDRESS,
+        CPUS=str(fleet.nodes.cpus),
+        GPUS=gpus,
+    )
     return f"#!/bin/bash\n# {fleet.title()}. Submit it with: sbatch FILE\n" + _options(fleet, slurm) + body
 
 
