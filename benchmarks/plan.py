@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import forget_peak, memory_kib
 from benchmarks.published import ROWS, within
 from benchmarks.result import Result
 from pretrain.config import RunConfig, config_from_dict
@@ -126,24 +125,18 @@ def measured_peaks(cases: list[Case]) -> list[tuple[Case, list[int]]]:
 # ------------------------------------------------------------------------------------ in the process
 
 
-def _memory_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"/proc/self/status has no {field}. Memory is measured on Linux only.")
-    return int(found[1]) * 1024
-
-
 def _peak_of(phase: Any) -> tuple[Any, int]:
     """What a phase gives, and the highest resident set while it ran."""
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     value = phase()
-    return value, _memory_bytes("VmHWM")
+    return value, 1024 * memory_kib("VmHWM")
 
 
 def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
     """Bytes above the start by phase: engine, then forward with backward, step, and what stays, of the second step."""
     import torch
 
+    from benchmarks.step import batch_of
     from pretrain.engine.distributed import start_process_group
     from pretrain.engine.engine import Engine
     from pretrain.model.registry import build_model
@@ -155,7 +148,7 @@ def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
     config = case.config()
     world = World(rank, RANKS, rank, RANKS)
     start_process_group(world, torch.device("cpu"), 300.0)
-    before = _memory_bytes("VmRSS")
+    before = 1024 * memory_kib("VmRSS")
 
     def build() -> Engine:
         model = build_model(config.model, config.loss, seed=1, activation_checkpointing=case.checkpointing)
@@ -164,7 +157,7 @@ def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
     engine, built = _peak_of(build)
     generator = torch.Generator().manual_seed(rank)
     size = (case.micro_batch_size, LENGTH + 1)
-    batches = [_dense(j, torch.randint(8192, size, generator=generator)) for j in range(2)]
+    batches = [batch_of(j, torch.randint(8192, size, generator=generator)) for j in range(2)]
     tokens = sum(batch.target_tokens for batch in batches) * RANKS
 
     def accumulate() -> None:
@@ -175,27 +168,8 @@ def _run_rank(case: Case, rank: int, port: int) -> dict[str, int]:
     engine.step(1e-3)
     _, training = _peak_of(accumulate)
     _, stepping = _peak_of(lambda: engine.step(1e-3))
-    phases = {"build": built, "micro_steps": training, "step": stepping, "kept": _memory_bytes("VmRSS")}
+    phases = {"build": built, "micro_steps": training, "step": stepping, "kept": 1024 * memory_kib("VmRSS")}
     return {name: value - before for name, value in phases.items()}
-
-
-def _dense(index: int, ids: Any) -> Any:
-    """A micro-batch of [rows, length + 1] ids, each row one document."""
-    from pretrain.sequence import Batch, SeqInfo
-
-    rows, length = ids.shape[0], ids.shape[1] - 1
-    return Batch(
-        index=index,
-        decoder_ids=ids[:, :-1].reshape(-1),
-        decoder_info=SeqInfo.from_lengths([length] * rows),
-        labels=ids[:, 1:].reshape(-1),
-        encoder_ids=None,
-        encoder_info=None,
-        dropout_key=index,
-        target_tokens=rows * length,
-        target_bytes=rows * length,
-        digest=0,
-    )
 
 
 def _measure_here(case: Case) -> list[dict[str, int]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 
 from pretrain.data.build import build
 from tests.data_build.corpus import file_hashes, numbered_texts, text_options, write_jsonl
+from tests.launch.two_nodes import two_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]  # a cluster of two nodes; make test-cluster runs it
@@ -27,27 +26,8 @@ pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]  # a cluster of two no
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with (
-        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.launch.two_nodes", folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-        ) as nodes,
-    ):
-        assert nodes.stdin is not None
-        assert nodes.stdout is not None
-        line = nodes.stdout.readline()
-        assert line, nodes.communicate()
-        yield json.loads(line)["address"], psutil.Process(nodes.pid)
-        started = psutil.Process(nodes.pid).children(recursive=True)
-        nodes.stdin.close()
-        nodes.wait(60.0)
-        _, left = psutil.wait_procs(started, timeout=20.0)
-        assert left == []
+    with two_nodes() as (told, process):
+        yield told["address"], process
 
 
 def test_a_build_on_ray_gives_the_same_bytes_also_when_a_worker_is_killed(

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ pytestmark = pytest.mark.timeout(60)
 class Scene:
     """One run under a controller in a thread; the test plays the world."""
 
+    command: Sequence[str] = RANK_COMMAND
+    silent_s = 1.0  # an agent that says nothing for so long is lost
+
     def __init__(self, folder: Path, slots: dict[str, int], fake: dict[str, Any], **config: Any) -> None:
         health = config.pop("health", {})
         self.config = config_for(folder, fake=fake, **config)
@@ -52,9 +55,9 @@ class Scene:
             log = Log(stream=self.log)
             with hold_run(self.run, [], purpose="test", takeover=False, log=log) as lease:
                 setting = RankSetting(
-                    self.run.url, RANK_COMMAND, lease.token, environment=self.config.cluster.environment
+                    self.run.url, self.command, lease.token, environment=self.config.cluster.environment
                 )
-                crew = Crew(self.nodes, setting, RunLogs(self.run), "127.0.0.1", 1.0)
+                crew = Crew(self.nodes, setting, RunLogs(self.run), "127.0.0.1", self.silent_s)
                 try:
                     limits = limits_of(self.config, one_host=True)
                     self.controller = Controller(self.run, lease, crew, limits, host="here", log=log)

@@ -55,21 +55,32 @@ def _words(agent: socket.socket) -> Iterator[dict[str, Any]]:
                 yield message
 
 
+def _launch(crew: Crew, nodes: OneNode) -> None:
+    """Places one rank and goes on until its agent was asked for."""
+    while crew.offers() is None:
+        crew.look(0.01)
+    crew.place(1)
+    while nodes.launched is None:
+        crew.look(0.01)
+
+
+def _greet(agent: socket.socket, crew: Crew, nodes: OneNode) -> None:
+    """Says hello as the agent that was asked for, and goes on until the rank has its place."""
+    assert nodes.launched is not None
+    _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
+    while crew.look(0.01).placed is None:
+        pass
+
+
 def test_ranks_that_start_after_a_word_was_said_hear_it_too():
     nodes = OneNode()
     crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 5.0)
     try:
-        while crew.offers() is None:
-            crew.look(0.01)
-        crew.place(1)
-        while nodes.launched is None:
-            crew.look(0.01)
+        _launch(crew, nodes)
         with socket.create_connection(nodes.launched[0]) as agent:
             agent.settimeout(10.0)
             heard = _words(agent)
-            _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
-            while crew.look(0.01).placed is None:
-                pass
+            _greet(agent, crew, nodes)
             crew.start(1, 1)
             assert next(heard)["kind"] == "reserve"
             crew.say("stop")  # the ranks do not exist yet: their agent looks for a port
@@ -113,15 +124,9 @@ def test_ranks_can_be_started_on_living_agents_while_nobody_knows_of_free_slots(
     nodes = Forgetful()
     crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 60.0)
     try:
-        while crew.offers() is None:
-            crew.look(0.01)
-        crew.place(1)
-        while nodes.launched is None:
-            crew.look(0.01)
+        _launch(crew, nodes)
         with socket.create_connection(nodes.launched[0]) as agent:
-            _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
-            while crew.look(0.01).placed is None:
-                pass
+            _greet(agent, crew, nodes)
             while crew.offers() is not None:  # looked at twice a second
                 crew.look(0.01)
             assert crew.held().nodes == {"n": Offer(1, "h")}
@@ -145,15 +150,9 @@ def test_a_silent_agent_has_more_time_where_its_host_takes_connections(
         nodes = Reachable()
         crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 0.3)
         try:
-            while crew.offers() is None:
-                crew.look(0.01)
-            crew.place(1)
-            while nodes.launched is None:
-                crew.look(0.01)
+            _launch(crew, nodes)
             with socket.create_connection(nodes.launched[0]) as agent:
-                _send(agent, kind="hello", secret=nodes.launched[1], node="n", host="h", address="127.0.0.1", pid=1)
-                while crew.look(0.01).placed is None:
-                    pass
+                _greet(agent, crew, nodes)
                 began = time.monotonic()
                 while crew.held().nodes:
                     crew.look(0.01)

@@ -16,13 +16,8 @@ from pathlib import Path
 import pytest
 
 from launch.agents.agent import SECRET_VARIABLE
-from launch.controller.attempt import RankSetting
-from launch.controller.controller import Controller, limits_of
-from launch.controller.crew import Crew
-from launch.session import RunLogs, hold_run
 from pretrain.checkpoint import list_checkpoints, weights_sha256
 from pretrain.config import load_config
-from pretrain.log import Log
 from pretrain.rundir import RunDirectory
 from tests.launch.nodes import ProcessNodes
 from tests.launch.runs import ROOT
@@ -53,6 +48,9 @@ class MemoryNodes(ProcessNodes):
 class RealScene(Scene):
     """The scene of the controller's tests with real ranks."""
 
+    command = (sys.executable, "-m", "pretrain")
+    silent_s = 2.0
+
     def __init__(self, arguments: list[str], home: Path, nodes: MemoryNodes) -> None:
         self.config = load_config(arguments[0], arguments[1:])
         self.run, _ = RunDirectory.claim(self.config, resume="never", home=str(home))
@@ -60,22 +58,6 @@ class RealScene(Scene):
         self.controller = None
         self._thread = threading.Thread(target=self._control)
         self._thread.start()
-
-    def _control(self) -> None:
-        try:
-            log = Log(stream=self.log)
-            with hold_run(self.run, [], purpose="test", takeover=False, log=log) as lease:
-                setting = RankSetting(self.run.url, [sys.executable, "-m", "pretrain"], lease.token)
-                crew = Crew(self.nodes, setting, RunLogs(self.run), "127.0.0.1", 2.0)
-                try:
-                    limits = limits_of(self.config, one_host=True)
-                    self.controller = Controller(self.run, lease, crew, limits, host="here", log=log)
-                    self.outcome = self.controller.run()
-                finally:
-                    crew.close()
-        except BaseException as error:
-            self._error = error
-            raise
 
 
 def test_each_of_three_nodes_may_be_lost_and_nothing_is(tmp_path: Path) -> None:

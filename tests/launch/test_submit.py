@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +14,8 @@ import psutil
 import pytest
 
 from pretrain.rundir import RunDirectory
-from tests.launch.runs import ROOT, run_cli, start_cli, write_config
+from tests.launch.runs import run_cli, start_cli, write_config
+from tests.launch.two_nodes import two_nodes
 
 pytestmark = pytest.mark.timeout(280)
 WAIT_S = 100.0
@@ -27,28 +25,8 @@ WAIT_S = 100.0
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with (
-        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.launch.two_nodes", folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-        ) as nodes,
-    ):
-        assert nodes.stdin is not None
-        assert nodes.stdout is not None
-        line = nodes.stdout.readline()
-        assert line, nodes.communicate()
-        started = psutil.Process(nodes.pid).children(recursive=True)
-        yield json.loads(line)
-        started += psutil.Process(nodes.pid).children(recursive=True)
-        nodes.stdin.close()
-        nodes.wait(60.0)
-        _, left = psutil.wait_procs(started, timeout=20.0)
-        assert left == []
+    with two_nodes() as (told, _):
+        yield told
 
 
 def wait_for(what: Callable[[], Any]) -> Any:

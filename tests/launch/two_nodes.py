@@ -9,13 +9,47 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[dict[str, str], psutil.Process]]:
+    """The JSON line of such a Ray, and its process; nothing of it is left afterwards."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.launch.two_nodes", folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=Path(__file__).resolve().parents[2],
+            text=True,
+        ) as nodes,
+    ):
+        assert nodes.stdin is not None
+        assert nodes.stdout is not None
+        line = nodes.stdout.readline()
+        assert line, nodes.communicate()
+        process = psutil.Process(nodes.pid)
+        started = process.children(recursive=True)
+        yield json.loads(line), process
+        started += process.children(recursive=True)
+        nodes.stdin.close()
+        nodes.wait(60.0)
+        _, left = psutil.wait_procs(started, timeout=20.0)
+        assert left == []
 
 
 def main() -> None:
