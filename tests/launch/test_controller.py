@@ -225,9 +225,7 @@ def test_a_newer_lease_ends_the_controller_with_7_and_its_ranks(tmp_path: Path) 
 
 
 def test_a_command_that_cannot_be_run_is_a_clear_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tests.launch.test_controller as module
-
-    monkeypatch.setattr(module, "RANK_COMMAND", ["/no/such/python"])
+    monkeypatch.setattr(Scene, "command", ["/no/such/python"])
     with scene(tmp_path, {"n": 2}, {"steps": 3}, max_node_failures=0) as play:
         outcome = play.end()
     assert (outcome.event, outcome.exit_code) == ("failed", 3)
