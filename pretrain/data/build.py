@@ -213,7 +213,10 @@ class _Build:
         plan, work = self._plan, self._work
         folder = plan.folder("encode")
         runs = [Run(*run) for result in reading for run in result["runs"]]
-        self._teller.phase("encode", sum(one["kept_bytes"] - one["duplicate_bytes"] for one in reading) or None)
+        expected = sum(one["kept_bytes"] - one["duplicate_bytes"] for one in reading)
+        if self._options.max_bytes is not None:
+            expected = min(expected, self._options.max_bytes)
+        self._teller.phase("encode", expected or None)
 
         def items() -> list[dict[str, Any]]:
             sizes = slot_sizes(work, runs)

@@ -314,6 +314,14 @@ def test_progress_reports_both_phases_and_ends_complete(tmp_path: Path, corpus: 
     assert seen[-1].done_tokens == report.sources["train"][1].tokens
 
 
+def test_progress_knows_that_max_bytes_ends_the_encoding(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
+    seen: list[BuildProgress] = []
+    build(text_options(corpus, tmp_path / "out", tokenizer_path, max_bytes=1000), seen.append)
+    last = [item for item in seen if item.phase == "encode"][-1]
+    assert last.total_bytes == 1000
+    assert 500 < last.done_bytes <= 1000
+
+
 _BUILD = """
 import sys
 from pretrain.data.build import BuildOptions, build

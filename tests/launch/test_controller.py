@@ -118,7 +118,7 @@ def test_a_rank_killed_from_outside_is_seen_at_once_named_and_the_run_completes(
         os.kill(victim, signal.SIGKILL)
         outcome = play.end()
     fault = play.events("fault")[0]
-    assert fault.t - killed_t < 0.2  # 4 to 9 ms on two cores
+    assert fault.t - killed_t < 0.9  # 4 to 9 ms on two cores; by silence it takes 1 s
     assert fault.fields["rank"] == 1
     assert fault.fields["exit_code"] == -9
     host = socket.gethostname()
