@@ -314,12 +314,20 @@ def test_progress_reports_both_phases_and_ends_complete(tmp_path: Path, corpus: 
     assert seen[-1].done_tokens == report.sources["train"][1].tokens
 
 
-def test_progress_knows_that_max_bytes_ends_the_encoding(tmp_path: Path, corpus: Path, tokenizer_path: str) -> None:
+def test_progress_knows_that_max_bytes_ends_the_encoding(
+    tmp_path: Path, tokenizer_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pretrain.data.build_plan._PIECE_BYTES", 1)  # a piece per file
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(4):
+        write_jsonl(texts / f"{number}.jsonl", [{"text": text} for text in numbered_texts(50, seed=number)])
     seen: list[BuildProgress] = []
-    build(text_options(corpus, tmp_path / "out", tokenizer_path, max_bytes=1000), seen.append)
-    last = [item for item in seen if item.phase == "encode"][-1]
-    assert last.total_bytes == 1000
-    assert 500 < last.done_bytes <= 1000
+    build(text_options(texts, tmp_path / "out", tokenizer_path, max_bytes=1000), seen.append)
+    encoding = [item for item in seen if item.phase == "encode"]
+    assert encoding[0].total_bytes == 1000  # and not the thousand that every file keeps for itself
+    assert encoding[-1].total_bytes == encoding[-1].done_bytes
+    assert 500 < encoding[-1].done_bytes <= 1000
 
 
 _BUILD = """

@@ -93,9 +93,9 @@ class World:
         self.now, self.state, self.totals = 0.0, RunState(), Totals()
         self._queue: list[tuple[float, int, str, Any]] = []
         self._numbers = itertools.count()
-        self.alive = {f"n{i}" for i in range(num_nodes)}
-        self.host = {node: f"h{node[1:]}" for node in self.alive}
-        self.offers = {node: Offer(1, self.host[node]) for node in self.alive}
+        self.host = {f"n{i}": f"h{i}" for i in range(num_nodes)}  # in order: a set's differs in every process
+        self.alive = set(self.host)
+        self.offers = {node: Offer(1, host) for node, host in self.host.items()}
         self.held: dict[str, Offer] = {}
         self.changed = True
         self.ranks: dict[int, str] = {}  # rank -> node, of the attempt that runs

@@ -52,7 +52,8 @@ def test_both_devices_are_targets_on_the_same_parts() -> None:
     assert stages == [("${BASE}", "build"), ("${BASE}", "common"), ("common", "cuda"), ("common", "cpu")]
     for device in ("cpu", "cuda"):
         made = subprocess.run(
-            ["make", "-n", "image", f"DEVICE={device}", "BUILDER=build-it", "BASE=local/base:1"],
+            ["make", "-n", "--no-print-directory", "image",
+             f"DEVICE={device}", "BUILDER=build-it", "BASE=local/base:1"],
             cwd=ROOT, capture_output=True, text=True, timeout=20, check=True,
         )  # fmt: skip
         words = made.stdout.split()
