@@ -7,6 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+WORKERS ?= 2
 BENCHMARKS ?= step loss loader checkpoint recover startup
 IMAGE ?= pretrain
 DEVICE ?= cpu
@@ -38,7 +39,7 @@ quickstart-translation: $(STAMP)  ## messages of programs, English to German: pa
 test: check  ## format, lint, types, contracts, then every test
 	@tests/system_packages
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-cluster: $(STAMP)  ## the slow tests only: campaigns over nodes and faults
 	@echo "== slow tests"

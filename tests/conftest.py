@@ -37,6 +37,19 @@ if not os.environ.get("PRETRAIN_NO_TYPE_HOOK"):
     _ROOMS = "errors topology log sequence store rundir data model loss optim engine checkpoint metrics generate train"
     install_import_hook([f"pretrain.{room}" for room in _ROOMS.split()], "beartype.beartype")
 
+# Tests that start ranks, agents or servers, or measure time, run one after another; beside them run the others.
+_ONE_BY_ONE = {"chaos", "launch", "prove", "train"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says which tests share a worker: `--dist loadgroup` keeps a group together and in order."""
+    for item in items:
+        folder = item.path.parent.name
+        item.add_marker(
+            pytest.mark.xdist_group("one-by-one" if folder in _ONE_BY_ONE else f"{folder}/{item.path.stem}")
+        )
+
+
 _GRACE_S = 3.0
 # Python's own helpers of multiprocessing, which live as long as the process that asked for them.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
