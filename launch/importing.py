@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from pretrain.rundir import RunDirectory
 
 # What a config.json says about training and not about the weights: the run's own config decides.
-_FREE = frozenset({"dropout", "attention", "kernels", "init_std"})
+_DROPOUT = ("dropout", "attention_dropout")
+_FREE = frozenset({*_DROPOUT, "attention", "kernels", "init_std", "balance_loss", "router_z_loss"})
 
 
 def run_import(args: argparse.Namespace) -> int:
     """Handler of `pretrain checkpoint import`."""
-    from pretrain.model.hf.directory import import_model
+    from pretrain.model.hf.directory import import_model, read_config
     from pretrain.rundir import RunDirectory
 
     config = config_of(args)
@@ -41,6 +42,8 @@ def run_import(args: argparse.Namespace) -> int:
     except BaseException:
         run.store.delete_tree("")
         raise
+    for note in dropout_notes(config.model, theirs, read_config(args.directory)):
+        print(note)
     print(f"{args.directory} -> {name} of {run.name}; go on with: pretrain resume {run.name}")
     return ExitCode.DONE
 
@@ -67,6 +70,17 @@ def check_same_model(ours: AnyModelConfig, theirs: AnyModelConfig) -> None:
                 for name, (mine, value) in differences.items()
             ]
         )
+
+
+def dropout_notes(ours: AnyModelConfig, theirs: AnyModelConfig, body: Mapping[str, Any]) -> list[str]:
+    """A line for each dropout that the imported model was trained with and this run will not have."""
+    from pretrain.model.hf.directory import dropout_left_out
+
+    differing = [name for name in _DROPOUT if getattr(ours, name) != getattr(theirs, name)]
+    return [
+        f"model.{name}={getattr(ours, name):g} as this config says; the imported one says {getattr(theirs, name):g}"
+        for name in differing
+    ] + [f"left out, because no model here has it: {what}" for what in dropout_left_out(body)]
 
 
 def _resolved(model: AnyModelConfig, name: str) -> Any:

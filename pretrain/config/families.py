@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from pretrain.config.section import Section, setting
-from pretrain.config.units import Flag, Fraction, PositiveInt, PositiveReal
+from pretrain.config.units import Flag, Fraction, NonNegativeReal, PositiveInt, PositiveReal
 
 AttentionBackend = Literal[
     "auto", "varlen", "varlen_fa2", "varlen_fa3", "varlen_fa4", "flash", "split", "flex", "qblock", "sdpa", "reference"
@@ -32,6 +32,13 @@ class ModelConfig(Section):
     tied_embeddings: Flag = setting("input and output embedding are one tensor", resume="refused", default=True)
     dropout: Fraction = setting(
         "dropout on embeddings and sublayer outputs, keyed by (seed, step, micro-batch)",
+        resume="logged",
+        default=0.0,
+        lt=1,
+    )
+    attention_dropout: Fraction = setting(
+        "dropout on the weights of attention, keyed likewise; only backends that compute it exactly (qblock, "
+        "reference) run it",
         resume="logged",
         default=0.0,
         lt=1,
@@ -254,7 +261,50 @@ class GemmaConfig(ModelConfig):
     init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
 
 
+class MoEConfig(ModelConfig):
+    """The decoder with a mixture of experts in every layer: Mixtral, with qk_norm Qwen3-MoE."""
+
+    layout: ClassVar[Layout] = "decoder"
+    family: Literal["moe"] = "moe"
+    num_layers: PositiveInt = setting("decoder layers", resume="refused")
+    num_experts: PositiveInt = setting(
+        "experts of a layer; feed_forward_width is the hidden width of one of them", resume="refused"
+    )
+    experts_per_token: PositiveInt = setting("experts that a token passes", resume="refused", default=2)
+    normalised_experts: Flag = setting(
+        "the weights of a token's experts sum to 1 (Mixtral); off: they are its probabilities",
+        resume="refused",
+        default=True,
+    )
+    balance_loss: NonNegativeReal = setting(
+        "weight of the loss that spreads tokens over experts; experts_per_token is its best value",
+        resume="logged",
+        default=0.01,
+    )
+    router_z_loss: NonNegativeReal = setting(
+        "weight of logsumexp^2 of the router's logits", resume="logged", default=0.001
+    )
+    num_kv_heads: PositiveInt | None = setting(
+        "G, key/value heads; must divide num_heads; none means num_heads", resume="refused", default=None
+    )
+    head_width: PositiveInt | None = setting(
+        "K, width of a head; none means width / num_heads", resume="refused", default=None
+    )
+    qk_norm: Flag = setting("RMSNorm on queries and keys per head, before RoPE", resume="refused", default=False)
+    rope_theta: PositiveReal = setting("base of the rotary frequencies", resume="refused", default=10000.0)
+    rope_scaling: RopeScaling | None = setting(
+        "scaling of the rotary frequencies for longer sequences; none keeps them", resume="logged", default=None
+    )
+    norm_eps: PositiveReal = setting("epsilon of RMSNorm", resume="refused", default=1e-5)
+    init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+    depth_scaling: Literal["initial", "none"] = setting(
+        "initial divides the initial weights of what is added to the residual stream by sqrt(2 layers); none does not",
+        resume="refused",
+        default="initial",
+    )
+
+
 AnyModelConfig = Annotated[
-    DecoderConfig | EncoderDecoderConfig | EncoderConfig | GPT2Config | T5Config | GemmaConfig,
+    DecoderConfig | EncoderDecoderConfig | EncoderConfig | GPT2Config | T5Config | GemmaConfig | MoEConfig,
     Field(discriminator="family"),
 ]

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pretrain.config.schema import DecoderConfig, LossConfig
-from pretrain.model.attention import RelativeBias, attend
+from pretrain.config.schema import DecoderConfig, LossConfig, MoEConfig
+from pretrain.model.attention import RelativeBias, attend, weight_dropout
 from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.causal import CausalModel
 from pretrain.model.checkpointing import LayerStack
@@ -27,7 +27,7 @@ from pretrain.model.scaling import Scaling, scaled
 from pretrain.sequence import SeqInfo
 
 
-def head_width_of(config: DecoderConfig) -> int:
+def head_width_of(config: DecoderConfig | MoEConfig) -> int:
     return config.head_width or config.width // config.num_heads
 
 
@@ -38,8 +38,9 @@ Places = tuple[Rotary | None, RelativeBias | None]
 class DecoderAttention(nn.Module):
     """Causal self-attention; queries, keys and values come from one matrix, in this order."""
 
-    def __init__(self, config: DecoderConfig, scaling: Scaling) -> None:
+    def __init__(self, config: DecoderConfig | MoEConfig, scaling: Scaling, site: int) -> None:
         super().__init__()
+        self.dropout, self.site = config.attention_dropout, site
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_width = head_width_of(config)
@@ -53,7 +54,7 @@ class DecoderAttention(nn.Module):
         self.output = Linear(self.num_heads * self.head_width, config.width, scaling.outer)
 
     def forward(
-        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, places: Places, cache: LayerCache | None = None
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, places: Places, key: int, cache: LayerCache | None = None
     ) -> Float[Tensor, "T D"]:
         heads = self.qkv(x_TD).unflatten(-1, (-1, self.head_width))
         rotary, bias = places
@@ -72,7 +73,7 @@ class DecoderAttention(nn.Module):
             k_TGK, v_TGK, k_info = cache.append(k_TGK, v_TGK)
         out_THK = attend(
             q_THK, k_TGK, v_TGK, q_info=info, k_info=k_info, causal=True, scale=self.scale, bias=bias,
-            backend=self.backend,
+            dropout=weight_dropout(self.dropout, key, self.site, training=self.training), backend=self.backend,
         )  # fmt: skip
         return self.output(out_THK.flatten(1))
 
@@ -84,8 +85,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.branch = scaling.branch
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = DecoderAttention(config, scaling)
-        self.attention_dropout = Dropout(config.dropout, next(sites))
+        site = next(sites)
+        self.attention = DecoderAttention(config, scaling, site)
+        self.attention_dropout = Dropout(config.dropout, site)
         self.mlp_norm = RMSNorm(config.width, config.norm_eps)
         self.mlp = SwiGLU(config.width, config.feed_forward_width, scaling.inner, scaling.outer)
         self.mlp_dropout = Dropout(config.dropout, next(sites))
@@ -98,7 +100,7 @@ class DecoderLayer(nn.Module):
         key: int,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "T D"]:
-        attended_TD = self.attention_dropout(self.attention(self.attention_norm(x_TD), info, places, cache), key)
+        attended_TD = self.attention_dropout(self.attention(self.attention_norm(x_TD), info, places, key, cache), key)
         x_TD = x_TD + scaled(attended_TD, self.branch)
         return x_TD + scaled(self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key), self.branch)
 

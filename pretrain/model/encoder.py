@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from pretrain.config.schema import EncoderConfig, EncoderDecoderConfig, ModelConfig
-from pretrain.model.attention import attend
+from pretrain.model.attention import attend, weight_dropout
 from pretrain.model.cache import LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
@@ -28,13 +28,22 @@ class SelfAttention(nn.Module):
     """Attention inside a document; queries, keys and values come from one matrix, in this order.
 
     Args:
+        site: which dropout of the model is that of its weights.
         scale: factor of the scores; none means the head's width to the power -1/2.
     """
 
     def __init__(
-        self, config: ModelConfig, inner: Initial, outer: Initial, *, causal: bool, scale: float | None = None
+        self,
+        config: ModelConfig,
+        inner: Initial,
+        outer: Initial,
+        site: int,
+        *,
+        causal: bool,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
+        self.dropout, self.site = config.attention_dropout, site
         width = config.width
         self.head_width = width // config.num_heads
         self.scale = scale or 1.0 / math.sqrt(self.head_width)
@@ -44,7 +53,7 @@ class SelfAttention(nn.Module):
         self.output = Linear(width, width, outer, bias=True)
 
     def forward(
-        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, cache: LayerCache | None = None
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int, cache: LayerCache | None = None
     ) -> Float[Tensor, "T D"]:
         q_THK, k_THK, v_THK = self.qkv(x_TD).unflatten(-1, (3, -1, self.head_width)).unbind(1)
         k_info = info
@@ -52,7 +61,7 @@ class SelfAttention(nn.Module):
             k_THK, v_THK, k_info = cache.append(k_THK, v_THK)
         out_THK = attend(
             q_THK, k_THK, v_THK, q_info=info, k_info=k_info, causal=self.causal, scale=self.scale,
-            backend=self.backend,
+            dropout=weight_dropout(self.dropout, key, self.site, training=self.training), backend=self.backend,
         )  # fmt: skip
         return self.output(out_THK.flatten(1))
 
@@ -84,15 +93,16 @@ class EncoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         width = config.width
-        self.attention = SelfAttention(config, attention_initial, attention_initial, causal=False)
-        self.attention_dropout = Dropout(config.dropout, next(sites))
+        site = next(sites)
+        self.attention = SelfAttention(config, attention_initial, attention_initial, site, causal=False)
+        self.attention_dropout = Dropout(config.dropout, site)
         self.attention_norm = LayerNorm(width, config.norm_eps)
         self.mlp = FeedForward(width, config.feed_forward_width, mlp_initial, mlp_initial, activation=activation)
         self.mlp_dropout = Dropout(config.dropout, next(sites))
         self.mlp_norm = LayerNorm(width, config.norm_eps)
 
     def forward(self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int, _: None = None) -> Float[Tensor, "T D"]:
-        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info), key))
+        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info, key), key))
         return self.mlp_norm(x_TD + self.mlp_dropout(self.mlp(x_TD), key))
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.config.schema import EncoderDecoderConfig, LossConfig
-from pretrain.model.attention import attend
+from pretrain.model.attention import attend, weight_dropout
 from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
@@ -30,8 +30,9 @@ from pretrain.sequence import SeqInfo
 class CrossAttention(nn.Module):
     """Target tokens look at all of their source document; keys and values come from one matrix, keys first."""
 
-    def __init__(self, config: EncoderDecoderConfig) -> None:
+    def __init__(self, config: EncoderDecoderConfig, site: int) -> None:
         super().__init__()
+        self.dropout, self.site = config.attention_dropout, site
         width = config.width
         self.head_width = width // config.num_heads
         self.backend = config.attention
@@ -40,7 +41,7 @@ class CrossAttention(nn.Module):
         self.output = Linear(width, width, Xavier(width, width), bias=True)
 
     def forward(
-        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, source: Source, cache: LayerCache | None = None
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, source: Source, key: int, cache: LayerCache | None = None
     ) -> Float[Tensor, "T D"]:
         source_TD, source_info = source
         if cache is not None and cache.memory is not None:
@@ -52,6 +53,7 @@ class CrossAttention(nn.Module):
         out_THK = attend(
             self.query(x_TD).unflatten(-1, (-1, self.head_width)), k_THK, v_THK, q_info=info, k_info=source_info,
             causal=False, scale=1.0 / math.sqrt(self.head_width), backend=self.backend,
+            dropout=weight_dropout(self.dropout, key, self.site, training=self.training),
         )  # fmt: skip
         return self.output(out_THK.flatten(1))
 
@@ -63,11 +65,13 @@ class CrossDecoderLayer(nn.Module):
         super().__init__()
         width = config.width
         initial = Xavier(width, config.feed_forward_width)
-        self.attention = SelfAttention(config, Xavier(width, width), Xavier(width, width), causal=True)
-        self.attention_dropout = Dropout(config.dropout, next(sites))
+        site = next(sites)
+        self.attention = SelfAttention(config, Xavier(width, width), Xavier(width, width), site, causal=True)
+        self.attention_dropout = Dropout(config.dropout, site)
         self.attention_norm = LayerNorm(width, config.norm_eps)
-        self.cross = CrossAttention(config)
-        self.cross_dropout = Dropout(config.dropout, next(sites))
+        site = next(sites)
+        self.cross = CrossAttention(config, site)
+        self.cross_dropout = Dropout(config.dropout, site)
         self.cross_norm = LayerNorm(width, config.norm_eps)
         self.mlp = FeedForward(width, config.feed_forward_width, initial, initial)
         self.mlp_dropout = Dropout(config.dropout, next(sites))
@@ -81,8 +85,8 @@ class CrossDecoderLayer(nn.Module):
         key: int,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "T D"]:
-        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info, cache), key))
-        x_TD = self.cross_norm(x_TD + self.cross_dropout(self.cross(x_TD, info, source, cache), key))
+        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info, key, cache), key))
+        x_TD = self.cross_norm(x_TD + self.cross_dropout(self.cross(x_TD, info, source, key, cache), key))
         return self.mlp_norm(x_TD + self.mlp_dropout(self.mlp(x_TD), key))
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.config.schema import GemmaConfig, LossConfig
-from pretrain.model.attention import attend
+from pretrain.model.attention import attend, weight_dropout
 from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.causal import CausalModel
 from pretrain.model.checkpointing import LayerStack
@@ -42,8 +42,9 @@ def has_window(config: GemmaConfig, layer: int) -> bool:
 class GemmaAttention(nn.Module):
     """Causal self-attention; queries, keys and values come from one matrix, in this order."""
 
-    def __init__(self, config: GemmaConfig, *, window: int | None) -> None:
+    def __init__(self, config: GemmaConfig, site: int, *, window: int | None) -> None:
         super().__init__()
+        self.dropout, self.site = config.attention_dropout, site
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
         self.head_width = head_width_of(config)
@@ -57,7 +58,7 @@ class GemmaAttention(nn.Module):
         self.key_norm = RMSNorm(self.head_width, config.norm_eps, around_one=True) if config.qk_norm else None
 
     def forward(
-        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, rotary: Rotary, cache: LayerCache | None = None
+        self, x_TD: Float[Tensor, "T D"], info: SeqInfo, rotary: Rotary, key: int, cache: LayerCache | None = None
     ) -> Float[Tensor, "T D"]:
         heads = self.qkv(x_TD).unflatten(-1, (-1, self.head_width))
         q_THK, k_TGK, v_TGK = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -69,6 +70,7 @@ class GemmaAttention(nn.Module):
         out_THK = attend(
             q_THK, k_TGK, v_TGK, q_info=info, k_info=k_info, causal=True, scale=self.scale, window=self.window,
             softcap=self.softcap, backend=self.backend,
+            dropout=weight_dropout(self.dropout, key, self.site, training=self.training),
         )  # fmt: skip
         return self.output(out_THK.flatten(1))
 
@@ -80,9 +82,10 @@ class GemmaLayer(nn.Module):
         super().__init__()
         width, eps, initial = config.width, config.norm_eps, Normal(config.init_std)
         self.attention_norm = RMSNorm(width, eps, around_one=True)
-        self.attention = GemmaAttention(config, window=window)
+        site = next(sites)
+        self.attention = GemmaAttention(config, site, window=window)
         self.attention_out_norm = RMSNorm(width, eps, around_one=True)
-        self.attention_dropout = Dropout(config.dropout, next(sites))
+        self.attention_dropout = Dropout(config.dropout, site)
         self.mlp_norm = RMSNorm(width, eps, around_one=True)
         self.mlp = GatedGelu(width, config.feed_forward_width, initial, initial)
         self.mlp_out_norm = RMSNorm(width, eps, around_one=True)
@@ -98,7 +101,7 @@ class GemmaLayer(nn.Module):
     ) -> Float[Tensor, "T D"]:
         """`angles`: of layers without a window, and of those with one."""
         rotary = angles[0 if self.attention.window is None else 1]
-        attended_TD = self.attention(self.attention_norm(x_TD), info, rotary, cache)
+        attended_TD = self.attention(self.attention_norm(x_TD), info, rotary, key, cache)
         x_TD = x_TD + self.attention_dropout(self.attention_out_norm(attended_TD), key)
         return x_TD + self.mlp_dropout(self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), key)
 

@@ -35,8 +35,9 @@ class GPT2Layer(nn.Module):
         inner, outer, self.branch = scaling.inner, scaling.outer, scaling.branch
         self.attention_norm = LayerNorm(config.width, config.norm_eps)
         head_width = config.width // config.num_heads
-        self.attention = SelfAttention(config, inner, outer, causal=True, scale=scaling.of_scores(head_width))
-        self.attention_dropout = Dropout(config.dropout, next(sites))
+        site = next(sites)
+        self.attention = SelfAttention(config, inner, outer, site, causal=True, scale=scaling.of_scores(head_width))
+        self.attention_dropout = Dropout(config.dropout, site)
         self.mlp_norm = LayerNorm(config.width, config.norm_eps)
         self.mlp = FeedForward(config.width, config.feed_forward_width, inner, outer, activation="gelu_tanh")
         self.mlp_dropout = Dropout(config.dropout, next(sites))
@@ -44,7 +45,7 @@ class GPT2Layer(nn.Module):
     def forward(
         self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int, cache: LayerCache | None = None
     ) -> Float[Tensor, "T D"]:
-        attended_TD = self.attention_dropout(self.attention(self.attention_norm(x_TD), info, cache), key)
+        attended_TD = self.attention_dropout(self.attention(self.attention_norm(x_TD), info, key, cache), key)
         x_TD = x_TD + scaled(attended_TD, self.branch)
         return x_TD + scaled(self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key), self.branch)
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.config.schema import LossConfig, T5Config
-from pretrain.model.attention import RelativeBias, attend
+from pretrain.model.attention import RelativeBias, attend, weight_dropout
 from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
@@ -35,8 +35,9 @@ def head_width_of(config: T5Config) -> int:
 class T5Attention(nn.Module):
     """Self-attention, or with a source attention to it; keys and values come from one matrix, keys first."""
 
-    def __init__(self, config: T5Config, *, causal: bool) -> None:
+    def __init__(self, config: T5Config, site: int, *, causal: bool) -> None:
         super().__init__()
+        self.dropout, self.site = config.attention_dropout, site
         self.head_width = head_width_of(config)
         self.causal = causal
         self.backend = config.attention
@@ -49,6 +50,7 @@ class T5Attention(nn.Module):
         self,
         x_TD: Float[Tensor, "T D"],
         info: SeqInfo,
+        key: int,
         *,
         bias: RelativeBias | None = None,
         source: Source | None = None,
@@ -66,6 +68,7 @@ class T5Attention(nn.Module):
         out_THK = attend(
             self.query(x_TD).unflatten(-1, (-1, self.head_width)), k_THK, v_THK, q_info=info, k_info=k_info,
             causal=self.causal, scale=1.0, bias=bias, backend=self.backend,
+            dropout=weight_dropout(self.dropout, key, self.site, training=self.training),
         )  # fmt: skip
         return self.output(out_THK.flatten(1))
 
@@ -82,12 +85,14 @@ class T5Layer(nn.Module):
         width, hidden = config.width, config.feed_forward_width
         inner, outer = Normal(width**-0.5), Normal(hidden**-0.5)
         self.attention_norm = RMSNorm(width, config.norm_eps)
-        self.attention = T5Attention(config, causal=decoder)
-        self.attention_dropout = Dropout(config.dropout, next(sites))
+        site = next(sites)
+        self.attention = T5Attention(config, site, causal=decoder)
+        self.attention_dropout = Dropout(config.dropout, site)
         if decoder:
             self.cross_norm = RMSNorm(width, config.norm_eps)
-            self.cross = T5Attention(config, causal=False)
-            self.cross_dropout = Dropout(config.dropout, next(sites))
+            site = next(sites)
+            self.cross = T5Attention(config, site, causal=False)
+            self.cross_dropout = Dropout(config.dropout, site)
         self.mlp_norm = RMSNorm(width, config.norm_eps)
         self.mlp = (
             GatedGelu(width, hidden, inner, outer)
@@ -105,10 +110,10 @@ class T5Layer(nn.Module):
         key: int,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "T D"]:
-        attended_TD = self.attention(self.attention_norm(x_TD), info, bias=bias, cache=cache)
+        attended_TD = self.attention(self.attention_norm(x_TD), info, key, bias=bias, cache=cache)
         x_TD = x_TD + self.attention_dropout(attended_TD, key)
         if source is not None:
-            crossed_TD = self.cross(self.cross_norm(x_TD), info, source=source, cache=cache)
+            crossed_TD = self.cross(self.cross_norm(x_TD), info, key, source=source, cache=cache)
             x_TD = x_TD + self.cross_dropout(crossed_TD, key)
         return x_TD + self.mlp_dropout(self.mlp(self.mlp_norm(x_TD)), key)
 

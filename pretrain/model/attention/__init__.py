@@ -12,6 +12,7 @@ import functools
 from jaxtyping import Float
 from torch import Tensor
 
+from pretrain.model.attention.drop import WeightDropout, weight_dropout
 from pretrain.model.attention.need import Need
 from pretrain.model.attention.observe import AttentionCall, tell_observer
 from pretrain.model.attention.padding import attend_without_padding
@@ -25,10 +26,12 @@ __all__ = [
     "Choice",
     "Need",
     "RelativeBias",
+    "WeightDropout",
     "attend",
     "backend_names",
     "choose_backend",
     "explain_attention",
+    "weight_dropout",
 ]
 
 
@@ -44,6 +47,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     bias: RelativeBias | None = None,
+    dropout: WeightDropout | None = None,
     backend: str = "auto",
 ) -> Float[Tensor, "Tq H K"]:
     """Attention inside documents. See `AttentionRules` for what the options mean; k_info None is q_info.
@@ -57,10 +61,15 @@ def attend(
     """
     k_info = q_info if k_info is None else k_info
     if causal and q_info.prefix is not None:
-        call = functools.partial(attend, scale=scale, window=window, softcap=softcap, bias=bias, backend=backend)
-        return attend_with_prefix(call, q_THK, k_TGK, v_TGK, q_info, k_info)
+        calls = [
+            functools.partial(
+                attend, scale=scale, window=window, softcap=softcap, bias=bias, dropout=own, backend=backend
+            )
+            for own in (dropout and dropout.part(0), dropout and dropout.part(1))
+        ]
+        return attend_with_prefix(calls[0], calls[1], q_THK, k_TGK, v_TGK, q_info, k_info)
     _check(q_THK, k_TGK, q_info, k_info, window)
-    rules = AttentionRules(causal, scale, window, softcap, bias)
+    rules = AttentionRules(causal, scale, window, softcap, bias, dropout)
     tell_observer(lambda: AttentionCall(q_THK, k_TGK, q_info, k_info, rules))
     name = choose_backend(backend, _need(q_THK, q_info, k_info, rules)).backend
     # flex skips padding by itself and wants a fixed T, but not a plan without a block.
@@ -96,4 +105,5 @@ def _need(q_THK: Tensor, q_info: SeqInfo, k_info: SeqInfo, rules: AttentionRules
         blind_queries=rules.causal
         and q_info is not k_info
         and any(q > k for q, k in zip(q_info.lengths, k_info.lengths, strict=True)),
+        dropout=rules.dropout is not None,
     )

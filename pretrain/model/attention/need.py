@@ -19,6 +19,7 @@ class Need:
         window: some document is longer than the window.
         softcap, bias: the rules have one.
         blind_queries: causal, and some document has more queries than keys.
+        dropout: of the weights.
     """
 
     device: str
@@ -28,6 +29,7 @@ class Need:
     softcap: bool = False
     bias: bool = False
     blind_queries: bool = False
+    dropout: bool = False
 
 
 def refusal_of_flash_kernels(need: Need) -> str | None:

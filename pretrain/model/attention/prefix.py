@@ -25,9 +25,15 @@ class Attend(Protocol):
 
 
 def attend_with_prefix(
-    attend: Attend, q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, q_info: SeqInfo, k_info: SeqInfo
+    attend_first: Attend,
+    attend_second: Attend,
+    q_THK: Tensor,
+    k_TGK: Tensor,
+    v_TGK: Tensor,
+    q_info: SeqInfo,
+    k_info: SeqInfo,
 ) -> Tensor:
-    """Outputs in the order of the queries.
+    """Outputs in the order of the queries; first and second parts each through their own call.
 
     Raises:
         ValueError: the keys are not those of the queries' own tokens.
@@ -39,9 +45,9 @@ def attend_with_prefix(
     parts = []
     if layout.first_info is not None:
         q, k, v = (x.index_select(0, layout.first) for x in (q_THK, k_TGK, v_TGK))
-        parts.append(attend(q, k, v, q_info=layout.first_info, k_info=layout.first_info, causal=False))
+        parts.append(attend_first(q, k, v, q_info=layout.first_info, k_info=layout.first_info, causal=False))
     if layout.second_info is not None and layout.keys_info is not None:
         q = q_THK.index_select(0, layout.second)
         k, v = (x if layout.keys is None else x.index_select(0, layout.keys) for x in (k_TGK, v_TGK))
-        parts.append(attend(q, k, v, q_info=layout.second_info, k_info=layout.keys_info, causal=True))
+        parts.append(attend_second(q, k, v, q_info=layout.second_info, k_info=layout.keys_info, causal=True))
     return torch.cat(parts).index_select(0, layout.order)

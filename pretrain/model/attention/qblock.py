@@ -74,7 +74,9 @@ class _BlockedAttention(torch.autograd.Function):
             mask = _mask(block, rules, q.device)
             bias = None if diagonals_HR is None else _expand(diagonals_HR, block, reach)
             weights, slope = _weights(q, k, mask, bias, block, rules)
-            dq, dk, dv, d_scores = _block_backward(q, k, v, grad, weights, slope, rules.scale)
+            dq, dk, dv, d_scores = _block_backward(
+                q, k, v, grad, weights, slope, _dropped(block, rules, q.shape[0], weights), rules.scale
+            )
             dq_THK[block.q_start : block.q_stop] = dq.transpose(0, 1)
             dk_TGK[block.k_start : block.k_stop] += dk.transpose(0, 1)
             dv_TGK[block.k_start : block.k_stop] += dv.transpose(0, 1)
@@ -107,7 +109,7 @@ def _block_forward(
     rules: AttentionRules,
 ) -> Tensor:
     """[H, rows, K] from [H, rows, K] and [G, keys, K]."""
-    if rules.softcap is None and not block.has_blind_rows(rules.causal, rules.window):
+    if rules.softcap is None and rules.dropout is None and not block.has_blind_rows(rules.causal, rules.window):
         if bias is not None:
             bias = bias.to(q.dtype)
             mask = (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).unsqueeze(0)
@@ -116,7 +118,19 @@ def _block_forward(
         return functional.scaled_dot_product_attention(q, k, v, mask, scale=rules.scale, enable_gqa=grouped)[0]
     dtype = torch.promote_types(q.dtype, torch.float32)
     weights, _ = _weights(q.to(dtype), k.to(dtype), mask, bias, block, rules)
-    return (weights.flatten(1, 2) @ v.to(dtype)).view(q.shape).to(q.dtype)
+    flat = weights.flatten(1, 2)
+    dropped = _dropped(block, rules, q.shape[0], weights)
+    if dropped is not None:
+        flat *= dropped.view(flat.shape)
+    return (flat @ v.to(dtype)).view(q.shape).to(q.dtype)
+
+
+def _dropped(block: Block, rules: AttentionRules, heads: int, like: Tensor) -> Tensor | None:
+    """Factors of the weights [H, rows, keys], the same however the queries were cut into blocks."""
+    if rules.dropout is None:
+        return None
+    places = range(block.q_start, block.q_stop), range(block.k_start, block.k_stop)
+    return rules.dropout.factors(heads, *places, like)
 
 
 def _weights(
@@ -142,14 +156,26 @@ def _weights(
 
 
 def _block_backward(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, weights: Tensor, slope: Tensor | None, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    weights: Tensor,
+    slope: Tensor | None,
+    dropped: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q [H, rows, K], of k and v [G, keys, K], and of the biased scores [H, rows, keys]."""
     groups = k.shape[0]
     flat = weights.flatten(1, 2)
     grad_rows = _by_group(grad, groups)
-    dv = flat.transpose(1, 2) @ grad_rows
     d_scores = grad_rows @ v.transpose(1, 2)
+    if dropped is None:
+        dv = flat.transpose(1, 2) @ grad_rows
+    else:
+        dropped = dropped.view(flat.shape)
+        dv = (flat * dropped).transpose(1, 2) @ grad_rows
+        d_scores *= dropped
     d_scores -= (flat * d_scores).sum(dim=-1, keepdim=True)
     d_scores *= flat
     d_product = d_scores if slope is None else d_scores * slope.flatten(1, 2)

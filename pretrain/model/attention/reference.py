@@ -53,4 +53,7 @@ def softmax_attention(
         scores = scores + rules.bias(-distance)
     weights = torch.softmax(scores.masked_fill(~allowed, -torch.inf), dim=-1)
     weights = torch.where(allowed.any(dim=-1, keepdim=True), weights, 0.0)
+    if rules.dropout is not None:
+        heads, queries, keys = weights.shape
+        weights = weights * rules.dropout.factors(heads, range(queries), range(keys), weights)
     return (weights @ v_wide).to(q.dtype)

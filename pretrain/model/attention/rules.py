@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pretrain.model.attention.drop import WeightDropout
+
 
 @dataclass(frozen=True, slots=True)
 class RelativeBias:
@@ -42,6 +44,7 @@ class AttentionRules:
         window: a query sees the keys less than `window` tokens away; None is no limit.
         softcap: scores become cap * tanh(score / cap); None is no cap.
         bias: added to the scores by relative place (after the cap), or None.
+        dropout: of the weights, or None.
     """
 
     causal: bool
@@ -49,6 +52,7 @@ class AttentionRules:
     window: int | None = None
     softcap: float | None = None
     bias: RelativeBias | None = None
+    dropout: WeightDropout | None = None
 
     def allowed(self, distance: Tensor) -> Tensor:
         """Bool of the same shape: may a query see the key `distance` tokens before it (negative: after it)?"""

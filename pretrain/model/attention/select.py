@@ -44,7 +44,7 @@ _PREFERRED = {
     "flash": "a FlashAttention package, which caps scores",
     "split": "whole documents, one fused kernel call each",
     "flex": "one compiled kernel with cap, bias and window",
-    "qblock": "blocks of queries for a window, a cap or a bias",
+    "qblock": "blocks of queries for a window, a cap, a bias or dropout of weights",
 }
 
 
@@ -63,8 +63,16 @@ def backend_names() -> list[str]:
     return list(BACKENDS)
 
 
+_DROPS_EXACTLY = ("qblock", "reference")
+
+
 def refusal(name: str, need: Need) -> str | None:
     """Why a backend cannot do what is needed, as the rest of a sentence; None where it can."""
+    if need.dropout and name not in _DROPS_EXACTLY:
+        return (
+            "its kernels draw the dropout of attention weights from the device's generator, not from (seed, step, "
+            "micro-batch)"
+        )
     if name.startswith("varlen"):
         kernels: dict[str, varlen.Kernel] = {"varlen_fa2": "FA2", "varlen_fa3": "FA3", "varlen_fa4": "FA4"}
         return varlen.refusal(need, kernels.get(name))
@@ -116,5 +124,6 @@ def explain_attention(model: AnyModelConfig, device: torch.device, precision: Li
         window=getattr(model, "window", None) is not None,
         softcap=getattr(model, "attention_softcap", None) is not None,
         bias=getattr(model, "num_buckets", None) is not None or getattr(model, "positions", "") == "alibi",
+        dropout=model.attention_dropout > 0.0,
     )
     return choose_backend(model.attention, need)

@@ -57,7 +57,7 @@ def _to_config(config: EncoderConfig, options: ExportOptions) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "hidden_act": "gelu",
         "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": config.attention_dropout,
         "max_position_embeddings": config.max_length,
         "type_vocab_size": 2,
         "initializer_range": config.init_std,
@@ -85,6 +85,7 @@ def _from_config(body: Mapping[str, Any]) -> EncoderConfig:
         tied_embeddings=body.get("tie_word_embeddings", True),
         dropout=body.get("hidden_dropout_prob", 0.1),
         init_std=body.get("initializer_range", 0.02),
+        attention_dropout=body.get("attention_probs_dropout_prob", 0.1),
     )
 
 

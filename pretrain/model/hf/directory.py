@@ -28,6 +28,7 @@ from pretrain.model.hf.gemma import GEMMA
 from pretrain.model.hf.gpt2 import GPT2
 from pretrain.model.hf.llama import LLAMA
 from pretrain.model.hf.marian import MARIAN
+from pretrain.model.hf.moe import MOE
 from pretrain.model.hf.shards import SHARD_BYTES, Entry, write_shards
 from pretrain.model.hf.t5 import T5
 from pretrain.model.hf.weights import Weight, check_shapes, from_hf_state, pieces_of
@@ -39,6 +40,7 @@ _BY_FAMILY: dict[str, Exchange] = {
     "t5": T5,
     "encoder_decoder": MARIAN,
     "gemma": GEMMA,
+    "moe": MOE,
 }
 _BY_MODEL_TYPE: dict[str, Exchange] = {
     "llama": LLAMA,
@@ -49,6 +51,8 @@ _BY_MODEL_TYPE: dict[str, Exchange] = {
     "marian": MARIAN,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "mixtral": MOE,
+    "qwen3_moe": MOE,
 }
 
 
@@ -126,15 +130,7 @@ def import_model(directory: str | Path) -> tuple[AnyModelConfig, dict[str, Tenso
         UserError: a file is missing or damaged, or the model has parts that ours lack.
     """
     directory = Path(directory)
-    config_file = directory / "config.json"
-    if not config_file.is_file():
-        raise UserError(
-            f"{config_file} is missing. An import reads config.json and *.safetensors. Name such a directory."
-        )
-    try:
-        body = json.loads(config_file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{config_file} is not JSON: {error}. Download or export it again.") from None
+    body = read_config(directory)
     exchange, config = exchange_of(body), import_config(body)
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -147,6 +143,34 @@ def import_model(directory: str | Path) -> tuple[AnyModelConfig, dict[str, Tenso
             raise UserError(f"{file} is damaged: {error}. Download or export it again.") from None
     hf_state = {name: tensor.to(torch.float32) for name, tensor in hf_state.items()}
     return config, from_hf_state(exchange.before_import(hf_state, config), exchange.weights(config))
+
+
+def dropout_left_out(body: Mapping[str, Any]) -> list[str]:
+    """What a config.json drops in training and no family here does, as `name=value (where)`."""
+    nowhere = {
+        "activation_dropout": "inside the feed-forward blocks", "encoder_layerdrop": "whole layers",
+        "decoder_layerdrop": "whole layers",
+    }  # fmt: skip
+    found = [f"{name}={body[name]:g} ({where})" for name, where in nowhere.items() if body.get(name)]
+    if body.get("model_type") == "t5" and (rate := body.get("dropout_rate", 0.1)):
+        found.append(f"dropout_rate={rate:g} (inside the feed-forward blocks; elsewhere it is taken over)")
+    if body.get("model_type") == "gpt2" and (rate := body.get("embd_pdrop", 0.1)) != body.get("resid_pdrop", 0.1):
+        found.append(f"embd_pdrop={rate:g} (embeddings have the dropout of the sublayers)")
+    return found
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """The body of config.json. Raises UserError where there is none."""
+    config_file = Path(directory) / "config.json"
+    if not config_file.is_file():
+        raise UserError(
+            f"{config_file} is missing. An import reads config.json and *.safetensors. Name such a directory."
+        )
+    try:
+        body: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{config_file} is not JSON: {error}. Download or export it again.") from None
+    return body
 
 
 def exchange_of(body: Mapping[str, Any]) -> Exchange:

@@ -46,7 +46,7 @@ def _to_config(config: GemmaConfig, options: ExportOptions) -> dict[str, Any]:
         "attn_logit_softcapping": config.attention_softcap,
         "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
-        "attention_dropout": 0.0,
+        "attention_dropout": config.attention_dropout,
         "initializer_range": config.init_std,
     }
     rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
@@ -108,6 +108,7 @@ def _from_config(body: Mapping[str, Any]) -> GemmaConfig:
         norm_eps=body.get("rms_norm_eps", 1e-6),
         tied_embeddings=body.get("tie_word_embeddings", True),
         init_std=body.get("initializer_range", 0.02),
+        attention_dropout=body.get("attention_dropout", 0.0),
     )
 
 

@@ -54,7 +54,7 @@ def _to_config(config: GPT2Config, options: ExportOptions) -> dict[str, Any]:
             "activation_function": "gelu_new",
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
-            "attn_pdrop": 0.0,
+            "attn_pdrop": config.attention_dropout,
             "layer_norm_epsilon": config.norm_eps,
             "initializer_range": config.init_std,
             "tie_word_embeddings": config.tied_embeddings,
@@ -80,6 +80,7 @@ def _from_config(body: Mapping[str, Any]) -> GPT2Config:
         tied_embeddings=body.get("tie_word_embeddings", True),
         dropout=body.get("resid_pdrop", 0.1),
         init_std=body.get("initializer_range", 0.02),
+        attention_dropout=body.get("attn_pdrop", 0.1),
     )
 
 

@@ -43,7 +43,7 @@ def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
         "max_position_embeddings": options.max_length,
         "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
-        "attention_dropout": 0.0,
+        "attention_dropout": config.attention_dropout,
         "initializer_range": config.init_std,
     }
 
@@ -68,6 +68,7 @@ def _from_config(body: Mapping[str, Any]) -> DecoderConfig:
         rope_scaling=from_hf_rope(rope),
         tied_embeddings=body.get("tie_word_embeddings", False),
         init_std=body.get("initializer_range", 0.02),
+        attention_dropout=body.get("attention_dropout", 0.0),
     )
 
 

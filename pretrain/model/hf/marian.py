@@ -83,6 +83,7 @@ def _to_config(config: EncoderDecoderConfig, options: ExportOptions) -> dict[str
             "static_position_embeddings": True,
             "normalize_before": False,
             "dropout": config.dropout,
+            "attention_dropout": config.attention_dropout,
             "max_position_embeddings": options.max_length,
             "tie_word_embeddings": config.tied_embeddings,
         }
@@ -109,6 +110,7 @@ def _from_config(body: Mapping[str, Any]) -> EncoderDecoderConfig:
         norm_eps=_EPS,
         tied_embeddings=body.get("tie_word_embeddings", True),
         dropout=body.get("dropout", 0.1),
+        attention_dropout=body.get("attention_dropout", 0.0),
     )
 
 

@@ -107,6 +107,7 @@ def _from_config(body: Mapping[str, Any]) -> T5Config:
         num_buckets=body.get("relative_attention_num_buckets", 32),
         max_distance=body.get("relative_attention_max_distance", 128),
         dropout=body.get("dropout_rate", 0.1),
+        attention_dropout=body.get("dropout_rate", 0.1),  # they have one number for all
         norm_eps=body.get("layer_norm_epsilon", 1e-6),
         feed_forward=kinds[body.get("feed_forward_proj", "relu")],
         # What they save themselves has True in the second for v1.1 as well, and the truth in the first.
