@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from pretrain.model.layers import gated_gelu, gated_silu, rms_norm
 from pretrain.model.positions import rotate
 
 Kernels = Literal["eager", "compiled", "liger"]
+_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _RECOMPILES = 32  # shapes of one function: widths of norms, both sides of a pair model, the rest of a last chunk
 
 
@@ -49,6 +51,19 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> None:
             module.loss_options = replace(module.loss_options, chunk=replacements[chunk_formula])
 
 
+def keep_compiled(folder: Path | None) -> str:
+    """Compiled code goes to `folder`, so that the next start finds it; gives where it goes.
+
+    None, or a TORCHINDUCTOR_CACHE_DIR of the user's, leaves it where torch puts it. Before anything is compiled.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+    # Importing torch._dynamo writes the default into the variable.
+    if folder is not None and os.environ.get(_CACHE, default_cache_dir()) == default_cache_dir():
+        os.environ[_CACHE] = str(folder)
+    return cache_dir()
+
+
 class Compiled:
     """A pure function that torch compiles at its first call for each shape, whole or not at all."""
 
@@ -58,10 +73,23 @@ class Compiled:
         self._proved = False
 
     def __call__(self, *args: Any) -> Any:
-        if self._proved:
-            return self._function(*args)
-        before = _graphs()
-        result = self._function(*args)
+        """
+        Raises:
+            PretrainError: it cannot be one graph, has met too many shapes, or was not compiled.
+        """
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        try:
+            if self._proved:
+                return self._function(*args)
+            before = _graphs()
+            result = self._function(*args)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            raise PretrainError(
+                f"model.kernels=compiled: {self.name} was not compiled as one graph for these shapes "
+                f"({type(error).__name__}: {str(error).strip().splitlines()[0]}). Nothing is computed eagerly in its "
+                "place. Set model.kernels=eager in a new run, and report this."
+            ) from error
         if _graphs() == before:
             raise PretrainError(
                 f"model.kernels=compiled: {self.name} ran without being compiled. Something switched the compiler off. "

@@ -1,6 +1,7 @@
 """A run's directory: what lies where, how a run is found, claimed, stopped and read.
 
 run.yaml  tokenizer.json  journal/  lease/  attempts/  control/  checkpoints/  metrics/  logs/  samples/  plots/
+compiled/ (what torch compiled, where model.kernels asks for it)
 """
 
 from __future__ import annotations
