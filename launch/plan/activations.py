@@ -17,6 +17,7 @@ from pretrain.config.schema import (
     EncoderDecoderConfig,
     GemmaConfig,
     GPT2Config,
+    MoEConfig,
     T5Config,
 )
 
@@ -66,6 +67,8 @@ def stacks_of(model: AnyModelConfig, batch: BatchConfig) -> list[Stack]:
         return [_decoder(model, targets)]
     if isinstance(model, GemmaConfig):
         return [_gemma(model, targets)]
+    if isinstance(model, MoEConfig):
+        return [_moe(model, targets)]
     if isinstance(model, GPT2Config | EncoderConfig):
         return [_plain(model, model.num_layers, targets, cross_tokens=0)]
     encoder = _plain(model, model.num_encoder_layers, sources, cross_tokens=0)
@@ -78,7 +81,16 @@ def _gemma(model: GemmaConfig, tokens: int) -> Stack:
     return replace(layer, kept=layer.kept + 2 * model.width + 2 * model.feed_forward_width, fp32=layer.fp32 + 2)
 
 
-def _decoder(model: DecoderConfig | GemmaConfig, tokens: int) -> Stack:
+def _moe(model: MoEConfig, tokens: int) -> Stack:
+    """The decoder's layer with a gated block per expert of a token, each with its own copy of the input and output."""
+    layer, hidden, chosen = _decoder(model, tokens), model.feed_forward_width, model.experts_per_token
+    kept = layer.kept - 3 * hidden + chosen * (2 * model.width + 3 * hidden)
+    wide = chosen * (4 * hidden + 2 * model.width)
+    # Scores, probabilities and logsumexp of the router; places of the copies are 8 bytes each.
+    return replace(layer, kept=kept, wide=wide, fp32=layer.fp32 + 2 * model.num_experts + 1 + 6 * chosen)
+
+
+def _decoder(model: DecoderConfig | GemmaConfig | MoEConfig, tokens: int) -> Stack:
     head_width = model.head_width or model.width // model.num_heads
     inside = model.num_heads * head_width
     keys = (model.num_kv_heads or model.num_heads) * head_width

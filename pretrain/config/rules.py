@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pretrain.config.rules_model import expert_rules, learned_position_rules, model_rules, mup_rules, rope_rules
+
 if TYPE_CHECKING:
     from pretrain.config.schema import (
         AnyModelConfig,
@@ -191,88 +193,6 @@ def _translation_rules(evaluation: EvalConfig, model: AnyModelConfig) -> list[st
     ]
 
 
-def _model_rules(model: AnyModelConfig) -> list[str]:
-    problems = []
-    head_width = getattr(model, "head_width", None)
-    if head_width is None and model.width % model.num_heads:
-        problems.append(
-            f"model.width={model.width} is not a multiple of model.num_heads={model.num_heads}. "
-            "Heads share the width equally. Change one of them."
-        )
-    elif model.family in ("decoder", "gemma") and (head_width or model.width // model.num_heads) % 2:
-        problems.append(
-            f"a head of width {head_width or model.width // model.num_heads} is odd. "
-            "Rotary positions turn pairs of dimensions. Set an even model.head_width."
-        )
-    if model.family == "encoder_decoder" and model.width % 2:
-        problems.append(
-            f"model.width={model.width} is odd. Sinusoidal positions come in pairs. Set an even model.width."
-        )
-    if model.family == "t5" and (
-        model.num_buckets < 4 or model.num_buckets % 2 or model.max_distance <= model.num_buckets // 2
-    ):
-        problems.append(
-            f"model.num_buckets={model.num_buckets} does not fit model.max_distance={model.max_distance}. "
-            "Half of the buckets are exact, the rest reach max_distance. "
-            "Set an even model.num_buckets of at least 4 and a model.max_distance above half of it."
-        )
-    num_kv_heads = getattr(model, "num_kv_heads", None)
-    if num_kv_heads and model.num_heads % num_kv_heads:
-        problems.append(
-            f"model.num_kv_heads={num_kv_heads} does not divide model.num_heads={model.num_heads}. "
-            "Query heads share key/value heads equally. Set a divisor."
-        )
-    return problems
-
-
-def _learned_position_rules(model: AnyModelConfig) -> list[str]:
-    if model.family != "decoder":
-        return []
-    if (model.positions == "learned") != (model.max_length is not None):
-        return [
-            f"model.max_length={model.max_length} does not fit model.positions={model.positions}. Learned positions "
-            "need to know how many, others have no limit. Set model.max_length for learned, and only for them."
-        ]
-    if model.positions != "rope" and model.rope_scaling is not None:
-        return [
-            f"model.rope_scaling has no effect with model.positions={model.positions}. It scales rotary frequencies. "
-            "Remove it."
-        ]
-    return []
-
-
-def _rope_rules(model: AnyModelConfig) -> list[str]:
-    scaling = getattr(model, "rope_scaling", None)
-    if scaling is None:
-        return []
-    names = {"yarn": ("beta_slow", "beta_fast"), "llama3": ("low_freq_factor", "high_freq_factor")}
-    problems = []
-    if scaling.kind in names:
-        low, high = names[scaling.kind]
-        if getattr(scaling, low) >= getattr(scaling, high):
-            problems.append(
-                f"model.rope_scaling.{low}={getattr(scaling, low):g} is not below "
-                f"model.rope_scaling.{high}={getattr(scaling, high):g}. Frequencies between them are blended. "
-                "Leave both out for the published values."
-            )
-    head_width = getattr(model, "head_width", None) or model.width // model.num_heads
-    if scaling.kind in ("ntk", "yarn") and (getattr(model, "rope_theta", 0) <= 1 or head_width <= 2):
-        problems.append(
-            f"model.rope_scaling.kind={scaling.kind} needs model.rope_theta above 1 and heads wider than 2. "
-            "It moves the base between the highest and the lowest frequency. Set kind=linear."
-        )
-    return problems
-
-
-def _mup_rules(model: AnyModelConfig, optimizer: OptimizerConfig) -> list[str]:
-    if getattr(model, "mup", None) is None or optimizer.kind == "adamw":
-        return []
-    return [
-        f"model.mup with optimizer.kind={optimizer.kind}. Its learning rates by layer are those of AdamW. "
-        "Set optimizer.kind=adamw or remove model.mup."
-    ]
-
-
 def _schedule_rules(schedule: ScheduleConfig) -> list[str]:
     problems = []
     if schedule.warmup_steps + schedule.decay_steps > schedule.total_steps:
@@ -381,10 +301,11 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("model", "objective", "batch"), _position_rules),
     (("eval", "data"), _eval_rules),
     (("eval", "model"), _translation_rules),
-    (("model",), _model_rules),
-    (("model",), _rope_rules),
-    (("model",), _learned_position_rules),
-    (("model", "optimizer"), _mup_rules),
+    (("model",), model_rules),
+    (("model",), rope_rules),
+    (("model",), learned_position_rules),
+    (("model", "optimizer"), mup_rules),
+    (("model", "engine", "optimizer"), expert_rules),
     (("schedule",), _schedule_rules),
     (("health",), _health_rules),
     (("checkpoint", "eval", "data"), _checkpoint_rules),

@@ -25,6 +25,7 @@ from pretrain.config.families import Layout as Layout
 from pretrain.config.families import LinearRope as LinearRope
 from pretrain.config.families import Llama3Rope as Llama3Rope
 from pretrain.config.families import ModelConfig as ModelConfig
+from pretrain.config.families import MoEConfig as MoEConfig
 from pretrain.config.families import MuPConfig as MuPConfig
 from pretrain.config.families import NtkRope as NtkRope
 from pretrain.config.families import RopeScaling as RopeScaling
@@ -260,6 +261,12 @@ class EngineConfig(Section):
         "after every backward pass; less traffic for the memory of one full gradient",
         resume="logged",
         default=False,
+    )
+    expert_parallel_size: PositiveInt = setting(
+        "ranks that share the experts of a layer, each holding a part; with a number of ranks that it does not divide, "
+        "their largest common divisor; stages 1 and 2",
+        resume="logged",
+        default=1,
     )
     overlap_communication: Flag = setting("reduce while the backward pass runs (CUDA)", resume="logged", default=False)
 

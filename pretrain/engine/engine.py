@@ -22,6 +22,7 @@ from torch import nn
 
 from pretrain.config.schema import MuonConfig, OptimizerConfig, RunConfig
 from pretrain.engine.distributed import collective, limit_collectives
+from pretrain.engine.experts import connect_experts, mark_group, share_experts, sharing_ranks
 from pretrain.engine.layout import (
     MOMENTUM,
     find_holders,
@@ -91,18 +92,24 @@ class Engine:
         self._microstep = 0
         self._reduction: ExitStack | None = None
         deepspeed = load_deepspeed(device)
+        self._buffers = persistent_buffers(model)
+        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self._shapes |= {name: tuple(model.get_buffer(name).shape) for name in self._buffers}
+        initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        sharing = sharing_ranks(config.engine, world.size)
+        self._first = share_experts(model, sharing, world)
         optimizer = optimizer_of(model, config.optimizer)
         self._spec = probe_optimizer(optimizer)
         self._group_names = [str(group["name"]) for group in optimizer.param_groups]
         self._rate_scales = [float(group["learning_rate_scale"]) for group in optimizer.param_groups]
-        self._buffers = persistent_buffers(model)
-        self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self._shapes |= {name: tuple(model.get_buffer(name).shape) for name in self._buffers}
         self._groups = group_of_each(model, optimizer, self._buffers)
-        initial = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        if sharing > 1:
+            mark_group(optimizer, sharing)
         settings = deepspeed_config(config.engine, config.batch, config.optimizer, world.size)
         with collective("deepspeed initialize"), silenced():
             self.deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        if sharing > 1:
+            connect_experts(self.module, sharing)
         limit_collectives(timedelta(seconds=config.health.collective_timeout_s))
         self._gathered = deepspeed.zero.GatheredParameters
         self._check_understood(settings)
@@ -311,7 +318,9 @@ class Engine:
             elif slot.name in momenta and not whole_momenta_too:
                 buffer, first = momenta[slot.name]
                 views[MOMENTUM] = _range(buffer, first + slot.start, slot.length)
-            fragments.append(Fragment(slot.name, slot.shape, slot.start, views))
+            # Of shared experts a rank's parameter is a part: its numbers go on from those of the ranks before.
+            start = self._first.get(slot.name, 0) + slot.start
+            fragments.append(Fragment(slot.name, self._shapes[slot.name], start, views))
         if whole_momenta_too:
             for name, (buffer, first) in momenta.items():
                 shape = self._shapes[name]

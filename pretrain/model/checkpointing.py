@@ -7,26 +7,28 @@ The stack is where activation checkpointing happens, so no layer knows of it. Ra
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+Hidden = TypeVar("Hidden", Tensor, tuple[Tensor, Tensor])
+
 
 class LayerStack(nn.ModuleList):
-    """Layers with the signature layer(x, *shared, own) -> x."""
+    """Layers with the signature layer(x, *shared, own) -> x, where x is a tensor or several."""
 
     def __init__(self, layers: Iterable[nn.Module], *, checkpointed: bool) -> None:
         super().__init__(layers)
         self.checkpointed = checkpointed
 
-    def forward(self, x_TD: Tensor, *shared: Any, per_layer: Sequence[Any]) -> Tensor:
+    def forward(self, x: Hidden, *shared: Any, per_layer: Sequence[Any]) -> Hidden:
         """Runs all layers; `shared` goes to each, `per_layer` holds one more argument for each."""
         replay = self.checkpointed and self.training and torch.is_grad_enabled()
         for layer, own in zip(self, per_layer, strict=True):
             if replay:
-                x_TD = checkpoint(layer, x_TD, *shared, own, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, *shared, own, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_TD = layer(x_TD, *shared, own)
-        return x_TD
+                x = layer(x, *shared, own)
+        return x

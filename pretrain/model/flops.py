@@ -21,6 +21,7 @@ from pretrain.config.schema import (
     EncoderDecoderConfig,
     GemmaConfig,
     GPT2Config,
+    MoEConfig,
     T5Config,
 )
 
@@ -50,6 +51,8 @@ def parameter_counts(model: AnyModelConfig) -> ParameterCounts:
         inside = _gpt2_parameters(model)
     elif isinstance(model, GemmaConfig):
         inside = _gemma_parameters(model)
+    elif isinstance(model, MoEConfig):
+        inside = _moe_parameters(model)
     elif isinstance(model, T5Config):
         inside = _t5_parameters(model)
     else:
@@ -67,6 +70,8 @@ def training_flops_per_row(model: AnyModelConfig, batch: BatchConfig) -> int:
         return 3 * _gpt2_forward(model, batch.sequence_length)
     if isinstance(model, GemmaConfig):
         return 3 * _gemma_forward(model, batch.sequence_length)
+    if isinstance(model, MoEConfig):
+        return 3 * _moe_forward(model, batch.sequence_length)
     return 3 * _encoder_decoder_forward(model, batch.source_length or batch.sequence_length, batch.sequence_length)
 
 
@@ -82,9 +87,30 @@ def _decoder_parameters(model: DecoderConfig) -> int:
 
 
 def _decoder_matrices(model: DecoderConfig | GemmaConfig) -> int:
+    return _head_matrices(model) + 3 * model.width * model.feed_forward_width
+
+
+def _head_matrices(model: DecoderConfig | GemmaConfig | MoEConfig) -> int:
     head_width = model.head_width or model.width // model.num_heads
-    heads = 2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads)
-    return model.width * (heads * head_width + 3 * model.feed_forward_width)
+    return model.width * head_width * (2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads))
+
+
+def _moe_matrices(model: MoEConfig, experts: int) -> int:
+    """Of a layer with so many experts: heads, router, blocks."""
+    router, block = model.num_experts * model.width, 3 * model.width * model.feed_forward_width
+    return _head_matrices(model) + router + experts * block
+
+
+def _moe_parameters(model: MoEConfig) -> int:
+    head_width = model.head_width or model.width // model.num_heads
+    norms = 2 * model.width + (2 * head_width if model.qk_norm else 0)
+    return model.num_layers * (_moe_matrices(model, model.num_experts) + norms) + model.width
+
+
+def _moe_forward(model: MoEConfig, length: int) -> int:
+    head_width = model.head_width or model.width // model.num_heads
+    matrices = model.num_layers * _moe_matrices(model, model.experts_per_token) + model.vocabulary_size * model.width
+    return 2 * matrices * length + model.num_layers * 2 * model.num_heads * head_width * length * length
 
 
 def _decoder_forward(model: DecoderConfig, length: int) -> int:

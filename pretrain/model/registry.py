@@ -18,6 +18,7 @@ from pretrain.model.gemma import Gemma
 from pretrain.model.gpt2 import GPT2
 from pretrain.model.init import initialise
 from pretrain.model.kernels import use_kernels
+from pretrain.model.moe import MoE
 from pretrain.model.t5 import T5
 
 _FAMILIES: dict[str, Callable[..., nn.Module]] = {
@@ -27,6 +28,7 @@ _FAMILIES: dict[str, Callable[..., nn.Module]] = {
     "gpt2": GPT2,
     "t5": T5,
     "gemma": Gemma,
+    "moe": MoE,
 }
 
 

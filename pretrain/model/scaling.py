@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pretrain.config.schema import DecoderConfig, GPT2Config
+from pretrain.config.schema import DecoderConfig, GPT2Config, MoEConfig
 from pretrain.model.init import Initial, Normal
 from pretrain.model.layers import Linear
 
@@ -41,8 +41,9 @@ class Scaling:
     base_head_width: int | None
 
     @classmethod
-    def of(cls, config: DecoderConfig | GPT2Config) -> Scaling:
-        wider = 1.0 if config.mup is None else config.width / config.mup.base_width
+    def of(cls, config: DecoderConfig | GPT2Config | MoEConfig) -> Scaling:
+        mup = None if isinstance(config, MoEConfig) else config.mup
+        wider = 1.0 if mup is None else config.width / mup.base_width
         std, depth = config.init_std / math.sqrt(wider), math.sqrt(2 * config.num_layers)
         head_width = getattr(config, "head_width", None) or config.width // config.num_heads
         return cls(
@@ -52,7 +53,7 @@ class Scaling:
             branch=1.0 / depth if config.depth_scaling == "branch" else 1.0,
             output=1.0 / wider,
             rate=1.0 / wider,
-            base_head_width=None if config.mup is None else config.mup.base_head_width or head_width,
+            base_head_width=None if mup is None else mup.base_head_width or head_width,
         )
 
     def of_scores(self, head_width: int) -> float:

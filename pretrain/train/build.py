@@ -23,6 +23,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.validation import ValidationSet, open_validation
 from pretrain.engine.distributed import vote
 from pretrain.engine.engine import Engine
+from pretrain.engine.experts import sharing_ranks
 from pretrain.errors import PretrainError, StoreError, UserError
 from pretrain.generate.translations import Pair
 from pretrain.log import Log
@@ -31,6 +32,7 @@ from pretrain.metrics.sinks import Sink, open_sinks
 from pretrain.metrics.throughput import Throughput
 from pretrain.model.attention import explain_attention
 from pretrain.model.flops import parameter_counts, training_flops_per_step
+from pretrain.model.kernels import keep_compiled
 from pretrain.model.registry import build_model
 from pretrain.processor import computes_bf16
 from pretrain.rundir import RunDirectory
@@ -46,6 +48,7 @@ from pretrain.train.validate import validate
 from pretrain.train.watch import Heartbeat
 
 TOKENIZER_FILE = "tokenizer.json"
+COMPILED = "compiled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,9 @@ def build_training(config: RunConfig, place: Place) -> Training:
     place.heartbeat.stage("data")
     if place.world.is_main:
         _announce(config, place, loader, str(attention))
+    if config.model.kernels == "compiled":
+        kept = keep_compiled(place.run.store.local_path(COMPILED))
+        place.log.info("compiled kernels", cache=kept)
     model = build_model(
         config.model,
         config.loss,
@@ -231,12 +237,16 @@ def _failures(place: Place, *, from_memory: bool) -> FailureRate:
 def _announce(config: RunConfig, place: Place, loader: Loader, attention: str) -> None:
     """Says what will be trained on what."""
     place.log.info(f"data\n{loader.describe()}")
+    shared = (
+        {"experts_shared_by": sharing_ranks(config.engine, place.world.size)} if config.model.family == "moe" else {}
+    )
     place.log.info(
         "model",
         parameters=parameter_counts(config.model).total,
         attention=attention,
         zero_stage=config.engine.zero_stage,
         precision=config.engine.precision,
+        **shared,
     )
     if config.engine.precision == "bf16" and place.device.type == "cpu" and not computes_bf16():
         place.log.warning(

@@ -14,6 +14,7 @@ from pretrain.config.schema import (
     EncoderDecoderConfig,
     GemmaConfig,
     GPT2Config,
+    MoEConfig,
     T5Config,
 )
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
@@ -82,6 +83,15 @@ def gemma_3_config(**changes: Any) -> GemmaConfig:
     return gemma_config(**(values | changes))
 
 
+def moe_config(**changes: Any) -> MoEConfig:
+    """As Mixtral, without the router's losses: those belong to a micro-batch, not to its documents."""
+    values: dict[str, Any] = {
+        "vocabulary_size": VOCABULARY, "width": 32, "num_heads": 4, "num_kv_heads": 2, "feed_forward_width": 24,
+        "num_layers": 2, "num_experts": 4, "balance_loss": 0.0, "router_z_loss": 0.0, "init_std": 0.1,
+    }  # fmt: skip
+    return MoEConfig(**(values | changes))
+
+
 FAMILIES: dict[str, Callable[..., AnyModelConfig]] = {
     "decoder": decoder_config,
     "encoder_decoder": encoder_decoder_config,
@@ -93,6 +103,8 @@ FAMILIES: dict[str, Callable[..., AnyModelConfig]] = {
     "decoder_learned": lambda **changes: decoder_config(**({"positions": "learned", "max_length": 64} | changes)),
     "gemma": gemma_config,
     "gemma_3": gemma_3_config,
+    "moe": moe_config,
+    "moe_qwen": lambda **changes: moe_config(**({"qk_norm": True, "normalised_experts": False} | changes)),
 }
 """A small config of each family; the conformance tests run over all of them."""
 

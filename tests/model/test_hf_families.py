@@ -1,4 +1,4 @@
-"""GPT-2, T5, Gemma and the 2017 Transformer against transformers' GPT-2, T5, Gemma 2 and 3 and Marian, both ways."""
+"""GPT-2, T5, Gemma, mixtures of experts and the 2017 Transformer against those of transformers, both ways."""
 
 from __future__ import annotations
 
@@ -24,19 +24,29 @@ from tests.model.small import (
     gemma_config,
     gpt2_config,
     lm_batch,
+    moe_config,
     pair_batch,
     t5_config,
     t5_v1_0_config,
 )
 
 CASES: dict[str, tuple[AnyModelConfig, str]] = {
-    "gpt2": (gpt2_config(dropout=0.1, init_std=0.2), "GPT2LMHeadModel"),
+    "gpt2": (gpt2_config(dropout=0.1, attention_dropout=0.2, init_std=0.2), "GPT2LMHeadModel"),
     "gpt2-untied": (gpt2_config(tied_embeddings=False, init_std=0.2), "GPT2LMHeadModel"),
-    "t5-v1.0": (t5_v1_0_config(dropout=0.1), "T5ForConditionalGeneration"),
+    "t5-v1.0": (t5_v1_0_config(dropout=0.1, attention_dropout=0.1), "T5ForConditionalGeneration"),
     "t5-v1.1": (t5_config(tied_embeddings=False), "T5ForConditionalGeneration"),
-    "marian": (encoder_decoder_config(norm_eps=1e-5, dropout=0.1), "MarianMTModel"),
-    "gemma-2": (gemma_config(init_std=0.2, query_scale=7.0), "Gemma2ForCausalLM"),
+    "marian": (encoder_decoder_config(norm_eps=1e-5, dropout=0.1, attention_dropout=0.2), "MarianMTModel"),
+    "gemma-2": (gemma_config(init_std=0.2, query_scale=7.0, attention_dropout=0.2), "Gemma2ForCausalLM"),
     "gemma-3": (gemma_3_config(init_std=0.2), "Gemma3ForCausalLM"),
+    "mixtral": (moe_config(init_std=0.2, head_width=10), "MixtralForCausalLM"),
+    "qwen3-moe": (
+        moe_config(init_std=0.2, qk_norm=True, head_width=8, experts_per_token=3, tied_embeddings=False),
+        "Qwen3MoeForCausalLM",
+    ),
+    "qwen3-moe-plain-weights": (
+        moe_config(init_std=0.2, qk_norm=True, head_width=8, normalised_experts=False),
+        "Qwen3MoeForCausalLM",
+    ),
 }
 THEIRS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
@@ -56,6 +66,19 @@ THEIRS: dict[str, Callable[[], Any]] = {
     "gemma-2": lambda: transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(
             sliding_window=5, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, **_GEMMA, num_hidden_layers=4
+        )
+    ),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=101, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=5, initializer_range=0.2, tie_word_embeddings=True,
+        )
+    ),
+    "qwen3-moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            vocab_size=101, hidden_size=32, moe_intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=10, num_experts=6, num_experts_per_tok=3, initializer_range=0.2,
+            tie_word_embeddings=True,
         )
     ),
     "gemma-3": lambda: transformers.Gemma3ForCausalLM(

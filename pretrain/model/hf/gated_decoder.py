@@ -1,29 +1,36 @@
-"""The weights of decoders with grouped heads and gated feed-forward, as Llama names them: Llama, Qwen3, Gemma.
+"""The weights of decoders with grouped heads and gated feed-forward, as Llama names them: Llama, Qwen3, Gemma,
+and with experts in their place Mixtral and Qwen3-MoE.
 
 Takes a config and the names of a layer's norms -> every weight with both names and shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from pretrain.config.schema import DecoderConfig, GemmaConfig
+from pretrain.config.schema import DecoderConfig, GemmaConfig, MoEConfig
 from pretrain.model.hf.weights import Weight
 
 HEAD = "lm_head.weight"
 
 
-def head_width_of(config: DecoderConfig | GemmaConfig) -> int:
+def head_width_of(config: DecoderConfig | GemmaConfig | MoEConfig) -> int:
     return config.head_width or config.width // config.num_heads
 
 
-def decoder_weights(config: DecoderConfig | GemmaConfig, norms: Mapping[str, str]) -> list[Weight]:
+def decoder_weights(
+    config: DecoderConfig | GemmaConfig | MoEConfig,
+    norms: Mapping[str, str],
+    block: Callable[[str, str], list[Weight]] | None = None,
+) -> list[Weight]:
     """Every parameter; a tied output matrix is left out, as they do.
 
     Args:
         norms: our name of each norm of a layer -> theirs.
+        block: the weights of a layer's feed-forward block, from the names of the layer here and there; none means one
+            gated block.
     """
-    width, hidden, vocabulary = config.width, config.feed_forward_width, config.vocabulary_size
+    width, vocabulary = config.width, config.vocabulary_size
     head = head_width_of(config)
     queries, keys = config.num_heads * head, (config.num_kv_heads or config.num_heads) * head
     weights = [
@@ -34,19 +41,26 @@ def decoder_weights(config: DecoderConfig | GemmaConfig, norms: Mapping[str, str
         weights.append(Weight.same("head.weight", HEAD, vocabulary, width))
     for index in range(config.num_layers):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        attention = f"{theirs}.self_attn"
         projections = [f"{attention}.{name}_proj.weight" for name in "qkv"]
-        gates = [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]
         weights += [Weight.same(f"{ours}.{o}.weight", f"{theirs}.{t}.weight", width) for o, t in norms.items()]
         weights += [
             Weight.fused(f"{ours}.attention.qkv.weight", projections, (queries, keys, keys), width),
             Weight.same(f"{ours}.attention.output.weight", f"{attention}.o_proj.weight", width, queries),
-            Weight.fused(f"{ours}.mlp.gate_up.weight", gates, (hidden, hidden), width),
-            Weight.same(f"{ours}.mlp.down.weight", f"{mlp}.down_proj.weight", width, hidden),
         ]
+        weights += _gated_block(config, ours, theirs) if block is None else block(ours, theirs)
         if config.qk_norm:
             weights += [
                 Weight.same(f"{ours}.attention.{side}_norm.weight", f"{attention}.{side[0]}_norm.weight", head)
                 for side in ("query", "key")
             ]
     return weights
+
+
+def _gated_block(config: DecoderConfig | GemmaConfig | MoEConfig, ours: str, theirs: str) -> list[Weight]:
+    width, hidden, mlp = config.width, config.feed_forward_width, f"{theirs}.mlp"
+    gates = [f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"]
+    return [
+        Weight.fused(f"{ours}.mlp.gate_up.weight", gates, (hidden, hidden), width),
+        Weight.same(f"{ours}.mlp.down.weight", f"{mlp}.down_proj.weight", width, hidden),
+    ]
