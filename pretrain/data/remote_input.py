@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pretrain.errors import DataError, PretrainError, StoreError
-from pretrain.store.client import is_http, open_url
+from pretrain.store.client import is_absent, is_http, open_url
 
 _BUFFER_BYTES = 8 * 2**20
 _RETRY_WAITS_S = (0.2, 1.0, 4.0)
@@ -46,7 +46,9 @@ def expand_remote(url: str, fits: Callable[[str], bool]) -> list[tuple[str, int,
     def look() -> list[tuple[str, int, str]]:
         try:
             info = files.info(path)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if not is_absent(url, error):
+                raise OSError(f"{type(error.__cause__).__name__}: {error.__cause__}") from error
             if is_http(url):
                 return []
             found = files.glob(path, detail=True) if any(character in path for character in "*?[") else {}
@@ -119,11 +121,11 @@ def with_retries(url: str, ask: Callable[[], Answer]) -> Answer:
     for wait_s in (*_RETRY_WAITS_S, None):
         try:
             return ask()
-        except FileNotFoundError:
-            raise DataError(f"{url} does not exist. Correct the URL.") from None
         except PretrainError:
             raise
         except Exception as error:  # every client library has a family of its own
+            if isinstance(error, FileNotFoundError) and is_absent(url, error):
+                raise DataError(f"{url} does not exist. Correct the URL.") from None
             if wait_s is None:
                 raise StoreError(
                     f"{url} cannot be read: {type(error).__name__}: {error}. Check the network, the credentials and "

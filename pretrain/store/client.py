@@ -12,11 +12,19 @@ from typing import Any
 from pretrain.errors import UserError
 
 _SILENCE_S = 60.0  # a connection that says nothing for as long is dead
+_ABSENT = (404, 410)  # answers of HTTP
 _PACKAGES = {"s3": "s3fs", "http": "aiohttp", "https": "aiohttp", "gs": "gcsfs", "abfs": "adlfs"}
 
 
 def is_http(url: str) -> bool:
     return url.startswith(("http://", "https://"))
+
+
+def is_absent(url: str, error: FileNotFoundError) -> bool:
+    """Whether the file is not there: over HTTP, fsspec says so of whatever ends a request for its size."""
+    if not is_http(url) or error.__cause__ is None:
+        return True
+    return getattr(error.__cause__, "status", None) in _ABSENT
 
 
 def open_url(url: str) -> tuple[Any, str]:

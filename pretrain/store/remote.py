@@ -17,7 +17,7 @@ from pathlib import Path
 from pretrain.errors import StoreError
 from pretrain.faults import passing
 from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedError, checked_key
-from pretrain.store.client import open_url
+from pretrain.store.client import is_absent, is_http, open_url
 from pretrain.store.local import short_read
 from pretrain.store.multipart import abandoned, put_in_parts
 
@@ -140,6 +140,11 @@ class RemoteStore:
 
     def exists(self, key: str) -> bool:
         path = self._path(key)
+        if is_http(self.url):  # fsspec takes any failure for an absence
+            try:
+                return self.size(key) >= 0
+            except NotFoundError:
+                return False
         with self._explained("read", key):
             return bool(self._files.isfile(path))
 
@@ -212,13 +217,17 @@ class RemoteStore:
     def _explained(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
-        except FileNotFoundError:
-            raise NotFoundError(f"{self.url}/{key} does not exist.") from None
         except StoreError:
             raise
         except Exception as error:  # every client library of an object store has a family of its own
+            if isinstance(error, FileNotFoundError):
+                if is_absent(self.url, error):
+                    raise NotFoundError(f"{self.url}/{key} does not exist.") from None
+                cause = error.__cause__
+            else:
+                cause = error
             raise StoreError(
-                f"cannot {action} {self.url}/{key}: {type(error).__name__}: {error}. "
+                f"cannot {action} {self.url}/{key}: {type(cause).__name__}: {cause}. "
                 "Check the network, the credentials and the URL."
             ) from error
 

@@ -1,15 +1,17 @@
 """Real servers on loopback for tests: HTTP with ranges and faults on demand, and S3.
 
-`files_over_http` is Python's own server plus ranges; `s3_servers` starts rclone and moto as processes.
+`files_over_http` is Python's own server plus ranges; rclone, moto and nginx are processes.
 What is not installed is said by name and skipped, or fails where CI=true.
 """
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +30,7 @@ KEY, SECRET = "testing-key", "testing-secret"
 
 @dataclass
 class HttpServer:
-    """What the server did and what it is told to do: `fault(number of the request, path)` -> kind of fault or ''.
+    """What the server did and what it is told to do: `fault(number of the GET, path)` -> kind of fault or ''.
 
     Kinds: error (500), drop (the connection ends in the middle), short (less than the range, said to be all),
     flip (a wrong byte), flip once (in the first answer for each range only), stall (silent for `stall_s`),
@@ -36,6 +38,7 @@ class HttpServer:
     """
 
     url: str
+    refuses_head: bool = False
     fault: Callable[[int, str], str] = lambda number, path: ""
     stall_s: float = 3.0
     requests: list[str] = field(default_factory=list)
@@ -55,7 +58,10 @@ def files_over_http(root: Path, *, port: int = 0, delay_s: float = 0.0) -> Itera
             pass
 
         def do_HEAD(self) -> None:
-            self._answer(body=False)
+            if state.refuses_head:
+                self.send_error(503)
+            else:
+                self._answer(body=False)
 
         def do_GET(self) -> None:
             self._answer(body=True)
@@ -126,19 +132,32 @@ def files_over_http(root: Path, *, port: int = 0, delay_s: float = 0.0) -> Itera
         thread.join()
 
 
+@dataclass
+class S3Server:
+    """A server in a process of its own: `kill` ends it by SIGKILL, `start` brings it back at the same port."""
+
+    command: list[str]
+    port: int
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self.command, stdout=log, stderr=log)
+        _wait_until_open(self.port, self.process, self.log)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+
 @contextmanager
-def s3_server(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An S3 server (rclone or moto); gives `s3://bucket`, the environment leads clients to it."""
-    missing = _missing(kind)
-    if missing:
-        message = f"no S3 server of kind {kind} was tested: {missing} is not installed"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def s3_process(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """An S3 server (rclone or moto) with a bucket of that name; the environment leads clients to it."""
+    _skip_or_fail(f"no S3 server of kind {kind}", _missing(kind))
     (root / "bucket").mkdir(parents=True)
+    port = free_port()
     command = {
         "rclone": [shutil.which("rclone", path=_path()) or "rclone", "serve", "s3", str(root), "--addr",
                    f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", os.devnull],
@@ -153,20 +172,76 @@ def s3_server(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
     }.items():
         monkeypatch.setenv(name, value)
-    log = (root / "server.log").open("wb")
-    process = subprocess.Popen(command, stdout=log, stderr=log)
+    server = S3Server(command, port, root / "server.log")
     try:
-        _wait_until_open(port, process, root / "server.log")
+        server.start()
         import s3fs
 
         s3fs.S3FileSystem.clear_instance_cache()
         if kind == "moto":
             s3fs.S3FileSystem().mkdir("bucket")
-        yield "s3://bucket"
+        yield server
     finally:
-        process.kill()
-        process.wait()
-        log.close()
+        server.kill()
+
+
+@contextmanager
+def s3_server(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`s3_process` that stays; gives `s3://bucket`."""
+    with s3_process(kind, root, monkeypatch):
+        yield "s3://bucket"
+
+
+@contextmanager
+def slow_nginx(root: Path, folder: Path, *, bytes_per_s: int, requests_per_s: int) -> Iterator[tuple[str, Path]]:
+    """nginx serves the files below `root` with both limits per client, answers 503 beyond the second; its URL and
+    access log (a status per line)."""
+    program = shutil.which("nginx", path=f"{_path()}:/usr/sbin")
+    _skip_or_fail("no nginx", "" if program else "nginx")
+    port, folder = free_port(), folder / "nginx"
+    folder.mkdir()
+    temporary = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (folder / "nginx.conf").write_text(
+        f"""daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+        user {getpass.getuser()};
+        events {{ worker_connections 256; }}
+        http {{
+            {temporary}
+            log_format plain '$status $request_method $uri';
+            access_log {folder}/access.log plain;
+            limit_req_zone $binary_remote_addr zone=slow:1m rate={requests_per_s}r/s;
+            server {{
+                listen 127.0.0.1:{port};
+                root {root};
+                location / {{ limit_rate {bytes_per_s}; limit_req zone=slow burst=4 nodelay; }}
+            }}
+        }}"""
+    )
+    command = [program or "", "-e", f"{folder}/error.log", "-c", f"{folder}/nginx.conf", "-p", str(folder)]
+    with (folder / "out.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        _wait_until_open(port, process, folder / "out.log")
+        yield f"http://127.0.0.1:{port}", folder / "access.log"
+    finally:
+        process.send_signal(signal.SIGQUIT)  # it takes its workers with it
+        process.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _skip_or_fail(what: str, missing: str) -> None:
+    if missing:
+        message = f"{what} was tested: {missing} is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(message)
+        pytest.skip(message)
 
 
 def _listens(port: int) -> bool:
