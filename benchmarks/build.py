@@ -29,6 +29,7 @@ from pretrain.data.tokenizer import Tokenizer, train_bpe
 
 THREADS = 2
 VOCABULARY = 16384
+SAMPLE_BYTES = 2 * 10**6  # of each kind, for the tokenizer
 _FILES = {"prose": ("prose.en", "text"), "code": ("code.python", "text"), "short": ("en-de.train", "en")}
 
 
@@ -103,7 +104,7 @@ def measure(*, quick: bool, command: str) -> list[Result]:
     os.environ.update(TOKENIZERS_PARALLELISM="true", RAYON_NUM_THREADS=str(THREADS))
     with tempfile.TemporaryDirectory() as folder:
         kinds = {kind: texts_of(kind, num_bytes) for kind in _FILES}
-        sample = [text for texts in kinds.values() for text in texts[:: max(1, len(texts) * 40 // 400)]]
+        sample = [text for texts in kinds.values() for text in texts[:: max(1, num_bytes // SAMPLE_BYTES)]]
         path = Path(folder, "tokenizer.json")
         train_bpe(sample, VOCABULARY).save(path)
         tokenizer = Tokenizer.load(path)
