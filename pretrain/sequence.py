@@ -36,7 +36,7 @@ class SeqInfo:
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"document lengths must all be at least 1, got {self.lengths[:8]}")
         total, edges = sum(self.lengths), self.cu_seqlens
-        ends_elsewhere = edges.device.type == "cpu" and edges.numel() > 0 and int(edges[-1]) != total
+        ends_elsewhere = edges.is_cpu and edges.numel() > 0 and edges[-1].item() != total
         if total != self.positions.shape[0] or edges.shape[0] != len(self.lengths) + 1 or ends_elsewhere:
             raise ValueError(
                 f"{len(self.lengths)} documents of {total} tokens do not match {self.positions.shape[0]} positions and "

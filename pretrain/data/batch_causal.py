@@ -15,80 +15,119 @@ import torch
 from numpy.typing import NDArray
 
 from pretrain.data.arena import GatheredRows
-from pretrain.data.batch import BatchShape, checksums, digest_of
+from pretrain.data.batch import BatchShape, checksums, digest_of, weights_of
+from pretrain.data.buffers import BufferPool
 from pretrain.data.objective import I64
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
+_TOKENS_PER_SLICE = 256  # of a document, from which copying its positions is quicker
 
-def make_causal_batches(
-    rows: GatheredRows, shape: BatchShape, byte_lengths: NDArray[np.integer], names: Sequence[tuple[int, int]]
-) -> list[Batch]:
-    """Packs n*m gathered rows into n micro-batches: each token predicts the one behind it in its document.
+
+class CausalBatches:
+    """Makes the micro-batches of a run. For one thread at a time.
 
     Args:
+        shape: of each.
         byte_lengths: [V] bytes of text that each id spells.
-        names: (index, dropout key) of each micro-batch.
-
-    `rows.is_end` is used up: the ends of rows are marked in it.
     """
-    if rows.num_real.size and int(rows.num_real.min()) == shape.sequence_length:
-        return _make_full(rows, shape, byte_lengths, names)
-    m = shape.rows
-    return [
-        _make_padded(rows.between(number * m, (number + 1) * m), shape, byte_lengths, *name)
-        for number, name in enumerate(names)
-    ]
 
+    def __init__(self, shape: BatchShape, byte_lengths: NDArray[np.integer]) -> None:
+        self._shape = shape
+        self._byte_lengths = byte_lengths.astype(np.int32)
+        self._num_tokens = shape.rows * shape.sequence_length
+        self._pool = BufferPool()
+        self._spelt = np.empty(0, dtype=np.int32)
 
-def _make_full(
-    rows: GatheredRows, shape: BatchShape, byte_lengths: NDArray[np.integer], names: Sequence[tuple[int, int]]
-) -> list[Batch]:
-    """All micro-batches at once; every row is full, so that none has padding."""
-    length, num, num_tokens = shape.sequence_length, len(names), shape.rows * shape.sequence_length
-    decoder_ids, labels = np.empty((num, num_tokens), dtype=np.int64), np.empty((num, num_tokens), dtype=np.int64)
-    decoder_ids.reshape(-1, length)[:] = rows.ids[:, :length]
-    labels.reshape(-1, length)[:] = rows.ids[:, 1:]
-    is_end = rows.is_end.ravel()
-    ends = np.flatnonzero(is_end)
-    spelt = byte_lengths.take(labels.ravel())
-    spelt[ends] = 0
-    target_bytes = spelt.reshape(num, -1).sum(axis=1, dtype=np.int64).tolist()
-    ends_before = np.searchsorted(ends, num_tokens * np.arange(num + 1)).tolist()
-    labels.reshape(-1)[ends] = IGNORED_LABEL
-    edges = _edges(is_end, rows.num_real, num * num_tokens)
-    lengths = edges[1:] - edges[:-1]
-    positions = (_counting(num * num_tokens) - np.repeat(edges[:-1], lengths)).reshape(num, -1)
-    borders = np.searchsorted(edges, num_tokens * np.arange(num + 1)).tolist()  # every micro-batch ends a document
-    of_ids, of_labels = checksums(decoder_ids), checksums(labels)
-    batches = []
-    for n, (index, key) in enumerate(names):
-        mine = lengths[borders[n] : borders[n + 1]]
-        batches.append(
-            Batch(
-                index=index,
-                decoder_ids=torch.from_numpy(decoder_ids[n]),
-                decoder_info=SeqInfo(
-                    lengths=tuple(mine.tolist()),
-                    cu_seqlens=torch.from_numpy(
-                        (edges[borders[n] : borders[n + 1] + 1] - n * num_tokens).astype(np.int32)
-                    ),
-                    positions=torch.from_numpy(positions[n]),
-                ),
-                labels=torch.from_numpy(labels[n]),
-                encoder_ids=None,
-                encoder_info=None,
-                dropout_key=key,
-                target_tokens=num_tokens - (ends_before[n + 1] - ends_before[n]),
-                target_bytes=target_bytes[n],
-                digest=_digest(index, of_ids[n], mine, of_labels[n], num_tokens),
-            )
+    def make(self, rows: GatheredRows, names: Sequence[tuple[int, int]]) -> list[Batch]:
+        """Packs n*m gathered rows into n micro-batches: each token predicts the one behind it in its document.
+
+        Args:
+            names: (index, dropout key) of each micro-batch.
+
+        `rows.is_end` is used up: the ends of rows are marked in it.
+        """
+        if rows.num_real.size and int(rows.num_real.min()) == self._shape.sequence_length:
+            return self._make_full(rows, names)
+        m = self._shape.rows
+        return [
+            _make_padded(rows.between(number * m, (number + 1) * m), self._shape, self._byte_lengths, *name)
+            for number, name in enumerate(names)
+        ]
+
+    def _make_full(self, rows: GatheredRows, names: Sequence[tuple[int, int]]) -> list[Batch]:
+        """All micro-batches at once; every row is full, so that none has padding."""
+        length, num, num_tokens = self._shape.sequence_length, len(names), self._num_tokens
+        decoder_ids, labels, positions = self._pool.take(3 * num * num_tokens).reshape(3, num, num_tokens)
+        decoder_ids.reshape(-1, length)[:] = rows.ids[:, :length]
+        labels.reshape(-1, length)[:] = rows.ids[:, 1:]
+        is_end = rows.is_end.ravel()
+        ends = np.flatnonzero(is_end)
+        target_bytes = self._spelt_bytes(labels, ends)
+        labels.reshape(-1)[ends] = IGNORED_LABEL
+        borders = num_tokens * np.arange(num + 1)
+        num_targets = (num_tokens - np.diff(np.searchsorted(ends, borders))).tolist()
+        edges = _edges(is_end, rows.num_real, num * num_tokens)
+        lengths = edges[1:] - edges[:-1]
+        _write_positions(positions.reshape(-1), edges, lengths)
+        firsts = np.searchsorted(edges, borders)  # every micro-batch ends a document
+        cu_seqlens = _local_edges(edges, firsts, num_tokens)
+        of_ids, of_lengths, of_labels = (
+            checksums(decoder_ids),
+            _checksums_of_lengths(lengths, firsts),
+            checksums(labels),
         )
-    return batches
+        all_lengths, starts = lengths.tolist(), firsts.tolist()
+        batches = []
+        for n, (index, key) in enumerate(names):
+            first, last = starts[n], starts[n + 1]
+            digest = _digest(index, num_tokens, of_ids[n], last - first, of_lengths[n], of_labels[n])
+            info = SeqInfo(
+                lengths=tuple(all_lengths[first:last]),
+                cu_seqlens=torch.from_numpy(cu_seqlens[first + n : last + n + 1]),
+                positions=torch.from_numpy(positions[n]),
+            )
+            ids, targets = torch.from_numpy(decoder_ids[n]), torch.from_numpy(labels[n])
+            batches.append(Batch(index, ids, info, targets, None, None, key, num_targets[n], target_bytes[n], digest))
+        return batches
+
+    def _spelt_bytes(self, labels: I64, ends: I64) -> list[int]:
+        """Bytes that the labels of each micro-batch [n, T] spell, those at `ends` left out."""
+        if self._spelt.size != labels.size:
+            self._spelt = np.empty(labels.size, dtype=np.int32)
+        # Ids are checked when a block is read; "raise" would check them again.
+        self._byte_lengths.take(labels.reshape(-1), out=self._spelt, mode="clip")
+        self._spelt[ends] = 0
+        return [int(value) for value in self._spelt.reshape(labels.shape).sum(axis=1, dtype=np.int64)]
 
 
-def _digest(index: int, of_ids: int, lengths: I64, of_labels: int, num_tokens: int) -> int:
-    of_lengths = checksums(lengths[None])[0]
-    return digest_of(index, ((num_tokens, of_ids), (lengths.size, of_lengths), (num_tokens, of_labels), (0, 0), (0, 0)))
+def _write_positions(out: I64, edges: I64, lengths: I64) -> None:
+    """Place of each token in its document."""
+    if lengths.size * _TOKENS_PER_SLICE > out.size:
+        np.subtract(_counting(out.size), np.repeat(edges[:-1], lengths), out=out)
+        return
+    counting, begin = _counting(int(lengths.max())), 0  # few long documents: copying is quicker than computing
+    for length in lengths.tolist():
+        out[begin : begin + length] = counting[:length]
+        begin += length
+
+
+def _local_edges(edges: I64, firsts: I64, num_tokens: int) -> NDArray[np.int32]:
+    """Edges of each micro-batch from its own 0 on, one micro-batch after the other: borders come twice."""
+    num = firsts.size - 1
+    counts = firsts[1:] - firsts[:-1] + 1
+    taken = np.arange(counts.sum()) - np.repeat(np.arange(num), counts)
+    return (edges[taken] - np.repeat(num_tokens * np.arange(num), counts)).astype(np.int32)
+
+
+def _checksums_of_lengths(lengths: I64, firsts: I64) -> list[int]:
+    """`checksums` of the lengths of each micro-batch, which begin at `firsts` [n + 1]."""
+    within = np.arange(lengths.size) - np.repeat(firsts[:-1], firsts[1:] - firsts[:-1])
+    weighted = lengths.view(np.uint64) * weights_of(int(within.max()) + 1)[within]
+    return [int(value) for value in np.add.reduceat(weighted, firsts[:-1])]
+
+
+def _digest(index: int, num_tokens: int, of_ids: int, num_lengths: int, of_lengths: int, of_labels: int) -> int:
+    return digest_of(index, num_tokens, of_ids, num_lengths, of_lengths, num_tokens, of_labels, 0, 0, 0, 0)
 
 
 def _make_padded(
@@ -107,14 +146,16 @@ def _make_padded(
     target_bytes = int(spelt.sum(dtype=np.int64)) - int(spelt[ends].sum(dtype=np.int64))
     labels[ends] = IGNORED_LABEL
     edges = _edges(is_end, rows.num_real, num_tokens)
-    lengths = edges[1:] - edges[:-1]
+    lengths, positions = edges[1:] - edges[:-1], np.empty(num_tokens, dtype=np.int64)
+    _write_positions(positions, edges, lengths)
+    of_ids, of_lengths, of_labels = (checksums(array[None])[0] for array in (decoder_ids, lengths, labels))
     return Batch(
         index=index,
         decoder_ids=torch.from_numpy(decoder_ids),
         decoder_info=SeqInfo(
             lengths=tuple(lengths.tolist()),
             cu_seqlens=torch.from_numpy(edges.astype(np.int32)),
-            positions=torch.from_numpy(_counting(num_tokens) - np.repeat(edges[:-1], lengths)),
+            positions=torch.from_numpy(positions),
             padding=num_real < num_tokens,
         ),
         labels=torch.from_numpy(labels),
@@ -123,7 +164,7 @@ def _make_padded(
         dropout_key=key,
         target_tokens=num_real - ends.size,
         target_bytes=target_bytes,
-        digest=_digest(index, checksums(decoder_ids[None])[0], lengths, checksums(labels[None])[0], num_tokens),
+        digest=_digest(index, num_tokens, of_ids, lengths.size, of_lengths, of_labels),
     )
 
 
@@ -140,8 +181,13 @@ def _edges(is_end: NDArray[np.bool_], num_real: I64, num_tokens: int) -> I64:
     return edges
 
 
-@lru_cache(maxsize=4)
 def _counting(size: int) -> I64:
+    """0, 1, … size - 1; not to be written to."""
+    return _many_counting(1 << max(size - 1, 0).bit_length())[:size]
+
+
+@lru_cache(maxsize=8)
+def _many_counting(size: int) -> I64:
     counting = np.arange(size, dtype=np.int64)
     counting.flags.writeable = False
     return counting

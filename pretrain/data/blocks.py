@@ -12,7 +12,6 @@ are retried with jitter and never taken for corruption (`fetch`).
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -23,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pretrain.data.cache import BlockCache
+from pretrain.data.checksum import crc32
 from pretrain.data.fetch import FetchCounts, Fetcher, Request
 from pretrain.data.format import (
     INDEX_SUFFIX,
@@ -149,13 +149,14 @@ class BlockReader:
             return known
         if block in self._corrupt:  # settled: the answer must not change while the process lives
             raise CorruptBlockError(self._corrupt[block], self.name, block)
-        payloads = self._fetch(block, fresh=False)
-        problem = self._wrong_checksum(block, payloads)
+        spans = self._spans(block)
+        payloads = self._fetch(block, spans, fresh=False)
+        problem = self._wrong_checksum(spans, payloads)
         if problem:
             self._log.warning(f"block {block} of source {self.name} came damaged ({problem}), reading it again")
             self.counts.refetched += 1
-            payloads = self._fetch(block, fresh=True)
-            problem = self._wrong_checksum(block, payloads)
+            payloads = self._fetch(block, spans, fresh=True)
+            problem = self._wrong_checksum(spans, payloads)
         if problem:
             self._corrupt[block] = self._describe(block, f"is damaged: {problem}, also when read again")
             raise CorruptBlockError(self._corrupt[block], self.name, block)
@@ -180,7 +181,7 @@ class BlockReader:
         shard, row = self.locate(block)
         span = self._index(shard).span(row, len(self.manifest.members) - 1)
         data = self._get_range(self.manifest.shards[shard].name, span.offset, span.length)
-        if len(data) != span.length or zlib.crc32(data) != span.crc32:
+        if len(data) != span.length or crc32(data) != span.crc32:
             message = self._describe(block, "has damaged provenance: its crc32 is not the index's")
             raise CorruptBlockError(message, self.name, block)
         return data
@@ -239,13 +240,14 @@ class BlockReader:
 
     # --------------------------------------------------------------------------------------- fetching
 
-    def _fetch(self, block: int, *, fresh: bool) -> list[memoryview]:
+    def _fetch(self, block: int, spans: list[MemberSpan], *, fresh: bool) -> list[memoryview]:
         """The block's data members in one read: from the cache, or (always if `fresh`) from the store."""
-        spans = self._spans(block)
         shard, start, length = self._range(block, spans)
-        key = self._cache_key(shard, start, length)
         ahead = self._ahead.pop(block, None)
-        data = None if self._cache is None or fresh or ahead is not None else self._cache.get(key)
+        data, key = None, ""
+        if self._cache is not None:
+            key = self._cache_key(shard, start, length)
+            data = None if fresh or ahead is not None else self._cache.get(key)
         if data is not None:
             self.counts.cache_hits += 1
         else:
@@ -258,8 +260,7 @@ class BlockReader:
     def _spans(self, block: int) -> list[MemberSpan]:
         """Where the data members of a block are in its shard."""
         shard, row = self.locate(block)
-        index = self._index(shard)
-        return [index.span(row, member) for member in range(len(self.manifest.members) - 1)]
+        return self._index(shard).data_spans(row)
 
     def _range(self, block: int, spans: list[MemberSpan]) -> tuple[int, int, int]:
         """(shard, start, length) of the one read that gives a block."""
@@ -277,14 +278,12 @@ class BlockReader:
         finally:
             self.fetching = ""
 
-    def _wrong_checksum(self, block: int, payloads: list[memoryview]) -> str:
-        shard, row = self.locate(block)
-        for member, payload in enumerate(payloads):
-            span = self._index(shard).span(row, member)
+    def _wrong_checksum(self, spans: list[MemberSpan], payloads: list[memoryview]) -> str:
+        for member, span, payload in zip(self.manifest.members, spans, payloads, strict=False):
             if len(payload) != span.length:
-                return f"{len(payload)} of {span.length} bytes of {self.manifest.members[member]} came"
-            if zlib.crc32(payload) != span.crc32:
-                return f"the crc32 of {self.manifest.members[member]} is not the index's"
+                return f"{len(payload)} of {span.length} bytes of {member} came"
+            if crc32(payload) != span.crc32:
+                return f"the crc32 of {member} is not the index's"
         return ""
 
     # ---------------------------------------------------------------------------------------- parsing

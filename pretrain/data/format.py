@@ -279,6 +279,11 @@ class ShardIndex:
         """The span of member number `member` (order of `Manifest.members`) of the row's block."""
         return MemberSpan(*(int(value) for value in self.table[row, 2 + 3 * member : 5 + 3 * member]))
 
+    def data_spans(self, row: int) -> list[MemberSpan]:
+        """The spans of all members of the row's block but the last, which is its provenance."""
+        values = self.table[row].tolist()
+        return [MemberSpan(*values[at : at + 3]) for at in range(2, len(values) - 3, 3)]
+
     def to_bytes(self) -> bytes:
         return self.table.astype("<i8").tobytes()
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pretrain.config.schema import RunConfig
 from pretrain.data.arena import GatheredRows, TokenArena
 from pretrain.data.batch import dropout_key, empty_batch, make_batch, sum_digests
-from pretrain.data.batch_causal import make_causal_batches
+from pretrain.data.batch_causal import CausalBatches
 from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.describe import describe_pipeline
 from pretrain.data.objective import I64, PackedRow
@@ -104,6 +104,7 @@ class Loader:
             for source in sources
             if config.objective.kind == "causal_lm"
         ]
+        self._causal = CausalBatches(self._shape, byte_lengths)
         self._located: dict[int, I64] = {}
         self._located_in: tuple[Segment, ...] = ()
         step_tokens = config.batch.global_batch_size // world.size * config.batch.sequence_length
@@ -269,7 +270,7 @@ class Loader:
 
     def _make(self, gathered: GatheredRows, names: list[tuple[int, int]]) -> list[Batch]:
         keyed = [(j, dropout_key(self._config.seed, step, j)) for step, j in names]
-        return make_causal_batches(gathered, self._shape, self._byte_lengths, keyed)
+        return self._causal.make(gathered, keyed)
 
     def _pack_gathered(
         self, names: list[tuple[int, int]], located: I64, bad: set[tuple[int, int]]

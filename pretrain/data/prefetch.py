@@ -60,7 +60,8 @@ class Prefetcher(Generic[Value]):
         self._compute, self._following, self._fetching = compute, following, fetching
         self._depth, self._most_at_once, self._timeout_s = depth, most_at_once, timeout_s
         self._at_once = 1
-        self._changed = threading.Condition()
+        lock = threading.Lock()
+        self._done, self._work = threading.Condition(lock), threading.Condition(lock)  # for the reader, for the thread
         self._wanted: deque[_Entry] = deque()  # in order of need, the current step first; those with a value come first
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -72,13 +73,13 @@ class Prefetcher(Generic[Value]):
             StoreError: it did not come within the timeout.
             Exception: whatever `compute` raised for this step.
         """
-        with self._changed:
+        with self._done:
             if self._closed:
                 raise RuntimeError("the loader is closed")
             entry = self._plan(step, state)
             deadline = time.monotonic() + self._timeout_s
             while not entry.is_done:
-                if not self._changed.wait(max(deadline - time.monotonic(), 0)) and not entry.is_done:
+                if not self._done.wait(max(deadline - time.monotonic(), 0)) and not entry.is_done:
                     what = self._fetching() or "no file (the rows were being packed)"
                     raise StoreError(
                         f"the rows of step {step} did not come within health.data_timeout_s={self._timeout_s:g}. "
@@ -92,10 +93,11 @@ class Prefetcher(Generic[Value]):
 
     def close(self) -> None:
         """Ends the thread; a second call does nothing."""
-        with self._changed:
+        with self._done:
             self._closed = True
             self._wanted.clear()
-            self._changed.notify_all()
+            self._done.notify_all()
+            self._work.notify()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
@@ -116,25 +118,26 @@ class Prefetcher(Generic[Value]):
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pretrain-data", daemon=True)
             self._thread.start()
-        self._changed.notify_all()
+        if self._next():  # else it would wake for nothing, at each of several short steps
+            self._work.notify()
         return self._wanted[0]
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._work:
                 entries = self._next()
                 while not entries and not self._closed:
-                    self._changed.wait()
+                    self._work.wait()
                     entries = self._next()
                 if self._closed:
                     return
             values = self._values(entries)
-            with self._changed:
+            with self._done:
                 for entry, value in zip(entries, values, strict=True):
                     entry.value, entry.error = (None, value) if isinstance(value, Exception) else (value, None)
                     entry.is_done = True
                 self._at_once = min(2 * self._at_once, self._most_at_once)
-                self._changed.notify_all()
+                self._done.notify_all()
 
     def _values(self, entries: list[_Entry]) -> list[Value | Exception]:
         """The values of steps, or the error of each that has one."""

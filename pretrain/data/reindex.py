@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import BytesIO
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.data.checksum import crc32
 from pretrain.data.format import INDEX_SUFFIX, Manifest, ShardIndex, read_manifest
 from pretrain.data.read_tar import StrictHeader, TarDamage
 from pretrain.store import NotFoundError, Store
@@ -99,7 +99,7 @@ def _spans(data: bytes) -> Iterator[tuple[str, int, int, int]]:
             payload = memoryview(data)[info.offset_data : info.offset_data + info.size]
             if len(payload) != info.size:
                 raise TarDamage(f"{info.name} is cut off")
-            yield info.name, info.offset_data, info.size, zlib.crc32(payload)
+            yield info.name, info.offset_data, info.size, crc32(payload)
 
 
 def _real_tokens(data: bytes, row: list[int], manifest: Manifest) -> int:

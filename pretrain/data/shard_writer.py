@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import IO
 
 import numpy as np
 
+from pretrain.data.checksum import crc32
 from pretrain.data.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
@@ -90,7 +90,7 @@ class ShardBytes:
         for suffix, payload in zip(self._header.members, payloads, strict=True):
             size = len(payload)
             yield self._counted(ustar_header(f"{block:08d}.{suffix}", size))
-            row += [self._offset, size, zlib.crc32(payload)]
+            row += [self._offset, size, crc32(payload)]
             yield self._counted(payload)
             yield self._counted(bytes(-size % _TAR_BLOCK))
         self._rows.append(row)

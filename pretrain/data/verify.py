@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from pretrain.data.checksum import crc32
 from pretrain.data.format import INDEX_SUFFIX, Manifest, ShardIndex, decode_provenance, read_manifest
 from pretrain.data.shard_writer import ustar_header
 from pretrain.errors import DataError
@@ -123,7 +123,7 @@ class _ShardCheck:
             header = data[span.offset - _TAR_BLOCK : span.offset]
             if len(payload) != span.length:
                 problems.append(f"{suffix} is cut off at {len(data)} bytes")
-            elif zlib.crc32(payload) != span.crc32:
+            elif crc32(payload) != span.crc32:
                 problems.append(f"{suffix} does not match its crc32")
             elif header != ustar_header(f"{index.block_number(row):08d}.{suffix}", span.length):
                 problems.append(f"the tar header of {suffix} is damaged")

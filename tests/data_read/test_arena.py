@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import pretrain.data.rows as rows_module
 from pretrain.data.arena import TokenArena
@@ -107,3 +108,20 @@ def test_arena_reads_each_block_once_per_window(root: Path) -> None:
     for _ in range(5):
         arena.gather(np.array([0, 1, 2, 1]), np.array([0, 1, 2, 3]), 16, set(), may_mask=False)
     assert len(store.reads) == 3
+
+
+def test_what_is_kept_of_a_batch_stays_as_it_was_and_the_memory_of_dropped_ones_is_used_again(root: Path) -> None:
+    config = run_config(root / "tokenizer.json", {"a": root / "a"})
+    with open_loader(config, BYTE_LENGTHS, World()) as loader:
+        state, places, kept = loader.initial_state(), set(), []
+        for step in range(60):
+            batch = loader.read(step, state).batches[0]
+            places.add(batch.decoder_ids.data_ptr())
+            if step % 7 == 0:  # of different arrays, as views, and through NumPy
+                views = batch.decoder_ids[3:9], batch.labels.view(2, -1)[1], batch.decoder_info.positions.numpy()[::2]
+                kept.append((views, [torch.as_tensor(view).clone() for view in views]))
+            del batch
+            state = loader.next_state(state)
+    assert len(places) < 50
+    for views, copies in kept:
+        assert all(torch.equal(torch.as_tensor(a), b) for a, b in zip(views, copies, strict=True))
