@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from pretrain.config import RunConfig, dump_yaml
-from pretrain.config.clusters import NodesConfig
+from pretrain.config.cluster_targets import NodesConfig
 from pretrain.errors import UserError
 from pretrain.rundir import home_url
 

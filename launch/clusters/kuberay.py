@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from launch.clusters.fleet import Fleet, dump, entry_command, ray_version, require_image
 from launch.clusters.kuberay_rules import broken_rules
-from pretrain.config.clusters import KubernetesConfig
+from pretrain.config.cluster_targets import KubernetesConfig
 from pretrain.errors import ConfigError, UserError
 
 CONFIG_FOLDER = "/etc/pretrain"

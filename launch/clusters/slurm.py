@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from launch.clusters.fleet import Fleet, entry_command, fill
-from pretrain.config.clusters import SlurmConfig
+from pretrain.config.cluster_targets import SlurmConfig
 from pretrain.errors import UserError
 
 _BODY = r"""set -uo pipefail

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from pretrain.config.clusters import ClusterTargets
+from pretrain.config.cluster_targets import ClusterTargets
 from pretrain.config.section import setting
 from pretrain.config.units import Count, Flag, PositiveInt, Seconds
 
