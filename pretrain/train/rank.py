@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ import torch
 
 from pretrain.config import ConfigChange, RunConfig, describe_changes, load_config
 from pretrain.engine.distributed import broadcast_bytes, gather_texts, start_process_group, stop_process_group, vote
-from pretrain.errors import ExitCode, PretrainError, UserError
+from pretrain.errors import ExitCode, PretrainError, RunError, UserError
 from pretrain.faults import arm, passing
 from pretrain.log import Log
 from pretrain.rundir import (
@@ -63,7 +64,7 @@ def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -
     heartbeat = Heartbeat(descriptor("PRETRAIN_HEARTBEAT_FD"), began=began or process_began(), on_training=on_training)
     heartbeat.phase("start", 0)
     heartbeat.stage("imports")
-    run = RunDirectory.locate(run_url)
+    run = locate_run(run_url)
     config = run.config()
     lease = Lease.borrow(run.store, os.environ.get("PRETRAIN_LEASE", ""))
     reporter: Reporter = PipeReporter(heartbeat) if world.is_main else SilentReporter()
@@ -72,6 +73,18 @@ def run_under_agent(run_url: str, attempt: int, *, began: float | None = None) -
         heartbeat.stage("process_group")
         place = Place(run, world, device, attempt, _fence(run, attempt, lease), reporter, heartbeat, stop, log)
         return _train_here(config, place)
+
+
+def locate_run(run_url: str) -> RunDirectory:
+    """The run whose controller started this rank. Raises UserError where this node does not see it."""
+    try:
+        return RunDirectory.locate(run_url)
+    except RunError:
+        raise UserError(
+            f"{run_url} is not seen on {socket.gethostname()}. Every rank writes its part of a checkpoint there, so "
+            "all nodes must share it. Set PRETRAIN_HOME to a directory of a shared file system or to a URL such as "
+            "s3://bucket/runs; pretrain doctor --address finds the nodes that do not see it."
+        ) from None
 
 
 def _fence(run: RunDirectory, attempt: int, lease: Lease) -> Callable[[], None]:
