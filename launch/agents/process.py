@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-TAIL_BYTES = 4000
-TAIL_LINES = 15
+TAIL_BYTES = 8000
+TAIL_LINES, TRACEBACK_LINES = 15, 40
+TRACEBACK = "Traceback (most recent call last)"
 
 
 class Tell(Protocol):
@@ -209,7 +210,12 @@ def tail_of(log: Path) -> str:
 
 
 def tail_of_stream(stream: IO[bytes]) -> str:
-    """The last lines of an open file."""
+    """The last lines of an open file; all of a traceback that begins before them, the first of several."""
     stream.seek(max(0, stream.seek(0, os.SEEK_END) - TAIL_BYTES))
-    text = stream.read().decode(errors="replace")
-    return "\n".join(text.splitlines()[-TAIL_LINES:])
+    lines = stream.read().decode(errors="replace").splitlines()
+    begins = next((number for number, line in enumerate(lines) if TRACEBACK in line), len(lines))
+    lines = lines[min(begins, max(0, len(lines) - TAIL_LINES)) :]
+    if len(lines) > TRACEBACK_LINES:
+        half = TRACEBACK_LINES // 2
+        lines = [*lines[:half], "…", *lines[-half:]]
+    return "\n".join(lines)

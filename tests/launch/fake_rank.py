@@ -1,7 +1,8 @@
 """A rank that trains nothing but speaks the protocol: heartbeats, lifeline, events, exit codes.
 
 Driven by the variable FAKE, JSON: steps, step_s, commit_every, and faults, a list of
-{attempt, rank, step, do}, where do is `exit:N`, `signal:N`, `hang`, or `slow:S` (once, S seconds).
+{attempt, rank, step, do}, where do is `exit:N`, `signal:N`, `hang`, `raise:N` (N calls deep), or `slow:S` (once, S
+seconds).
 As a standby it imports nothing; `standby` in FAKE is what it does instead, `exit:N` or `slow:S`.
 Its whole state is the file `fake.step` in the run directory, so a restart goes on from the last commit.
 """
@@ -46,10 +47,19 @@ class Rank:
                     os._exit(int(number))
                 if kind == "signal":
                     os.kill(os.getpid(), int(number))
+                if kind == "raise":
+                    self.dig(int(number))
                 if kind == "slow":
                     time.sleep(float(number))
                 while kind == "hang":
                     signal.pause()
+
+    def dig(self, depth: int) -> None:
+        if depth % 2:
+            return self.dig(depth - 1)
+        if depth:  # by another way: Python shortens what repeats itself
+            return (lambda: self.dig(depth - 1))()
+        raise ValueError("the row is odd")
 
     def commit(self, step: int) -> None:
         if self.rank == 0:

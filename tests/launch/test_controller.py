@@ -147,6 +147,19 @@ def test_user_errors_end_at_once_and_crash_loops_after_three(tmp_path: Path, do:
     assert play.events("failed")[0].fields["exit_code"] == code
 
 
+def test_the_first_traceback_of_a_rank_is_told_from_its_beginning(tmp_path: Path) -> None:
+    faults = [{"attempt": 1, "rank": 1, "step": 3, "do": "raise:8"}]
+    with scene(tmp_path, {"n": 2}, {"steps": 10, "faults": faults}) as play:
+        assert play.end().event == "completed"
+    fault = play.events("fault")[0].fields
+    assert fault["rank"] == 1
+    lines = fault["log_tail"].splitlines()
+    assert len(lines) > 15
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: the row is odd"
+    assert fault["log_tail"] in play.log.getvalue()
+
+
 def test_a_victim_that_reports_first_is_not_blamed(tmp_path: Path) -> None:
     faults = [
         {"attempt": 1, "rank": 0, "step": 3, "do": "exit:6"},
