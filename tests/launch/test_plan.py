@@ -31,6 +31,7 @@ DECODER = {"family": "decoder", "vocabulary_size": 64, "width": 64, "num_heads":
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {**DECODER, "feed_forward_width": 160, "num_kv_heads": 2},
     "decoder with norms and dropout": {**DECODER, "feed_forward_width": 160, "qk_norm": True, "dropout": 0.1},
+    "moe": {**DECODER, "family": "moe", "feed_forward_width": 80, "num_experts": 4, "num_kv_heads": 2},
     "gpt2": {**DECODER, "family": "gpt2", "feed_forward_width": 256, "max_length": 64},
     "encoder": {**DECODER, "family": "encoder", "feed_forward_width": 256, "max_length": 64},
     "encoder_decoder": {

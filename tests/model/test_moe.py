@@ -18,8 +18,12 @@ from pretrain.engine.engine import Engine
 from pretrain.engine.experts import sharing_ranks
 from pretrain.errors import ConfigError
 from pretrain.model.experts import Experts, SparseMLP, router_losses
+from pretrain.model.flops import parameter_counts
+from pretrain.model.hf.directory import import_config, plan_export
+from pretrain.model.hf.family import ExportOptions
 from pretrain.model.init import Normal, initialise
 from pretrain.model.registry import build_model
+from pretrain.optim.groups import parameter_groups
 from pretrain.sequence import Batch, SeqInfo
 from pretrain.store import open_store
 from pretrain.topology import World
@@ -251,6 +255,53 @@ def test_experts_shared_by_two_ranks_train_as_a_plain_loop_and_go_on_bit_for_bit
             assert found["objectives"][-1] != found["objectives"][0]
     (alone,) = run_ranks(on_one_rank, ranks=1, arguments={"folder": folder}, timeout_s=100)
     assert alone.value == pytest.approx(plain[SAVED:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "published"),
+    [
+        (
+            {"model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+             "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8},
+            46_702_792_704,  # Mixtral 8x7B
+        ),
+        (
+            {"model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "moe_intermediate_size": 768,
+             "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+             "num_experts": 128, "num_experts_per_tok": 8},
+            30_532_122_624,  # Qwen3-30B-A3B
+        ),
+    ],
+)  # fmt: skip
+def test_a_published_mixture_has_its_parameters_under_the_names_of_its_files(
+    body: dict[str, Any], published: int
+) -> None:
+    config = import_config(body)
+    with torch.device("meta"):
+        model = build_model(config, LossConfig(), seed=0, initial=False)
+    ours = dict(model.named_parameters())
+    assert sum(parameter.numel() for parameter in ours.values()) == parameter_counts(config).total == published
+    shapes = {name: tuple(parameter.shape) for name, parameter in ours.items()}
+    _, entries = plan_export(ours, shapes, config, ExportOptions(512))
+    written = {entry.name: entry.shape for entry in entries}
+    last, hidden, width = body["num_hidden_layers"] - 1, config.feed_forward_width, config.width
+    block = f"model.layers.{last}." + ("block_sparse_moe" if body["model_type"] == "mixtral" else "mlp")
+    expert = f"{block}.experts.{config.num_experts - 1}"
+    gate, up, down = ("w1", "w3", "w2") if "mixtral" in body["model_type"] else ("gate_proj", "up_proj", "down_proj")
+    assert written[f"{block}.gate.weight"] == (config.num_experts, width)
+    assert written[f"{expert}.{gate}.weight"] == written[f"{expert}.{up}.weight"] == (hidden, width)
+    assert written[f"{expert}.{down}.weight"] == (width, hidden)
+
+
+def test_experts_are_a_group_of_their_own_that_decays() -> None:
+    model = build_model(moe_config(), LossConfig(), seed=0)
+    groups = {group["name"]: group for group in parameter_groups(model, 0.1)}
+    assert [(name, group["weight_decay"]) for name, group in groups.items()] == [
+        ("decay", 0.1), ("experts", 0.1), ("no_decay", 0.0)
+    ]  # fmt: skip
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(".experts." in named[id(parameter)] for parameter in groups["experts"]["params"])
+    assert not any(".experts." in named[id(parameter)] for parameter in groups["decay"]["params"])
 
 
 def test_the_ranks_that_share_are_what_the_number_of_ranks_allows() -> None:

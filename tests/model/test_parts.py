@@ -22,6 +22,7 @@ from tests.model.small import (
     encoder_decoder_config,
     gpt2_config,
     lm_batch,
+    moe_config,
     pair_batch,
     t5_config,
     t5_v1_0_config,
@@ -38,6 +39,8 @@ CONFIGS = [
     gpt2_config(tied_embeddings=False),
     t5_config(tied_embeddings=False),
     t5_v1_0_config(head_width=None, num_encoder_layers=3),
+    moe_config(),
+    moe_config(qk_norm=True, tied_embeddings=False, experts_per_token=3),
 ]
 
 
