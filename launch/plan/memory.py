@@ -13,8 +13,8 @@ from typing import Any
 
 from launch.plan.activations import stacks_of
 from pretrain.config import RunConfig
-from pretrain.engine.zero import accumulation_steps
-from pretrain.model.flops import parameter_counts
+from pretrain.engine.zero import accumulation_steps, sharing_ranks
+from pretrain.model.flops import expert_parameters, parameter_counts
 
 # Of all else, for a caching allocator that cannot give every hole away.
 FRAGMENTATION = {"cuda": 0.06, "cpu": 0.0}
@@ -54,7 +54,7 @@ class Memory:
 class _Sizes:
     """What the formulas need, in elements and bytes."""
 
-    parameters: int
+    parameters: int  # that a rank's model has: all, but of shared experts its part
     layer: int  # the largest layer's parameters
     output: int  # the output matrix
     element: int  # bytes of a computing element
@@ -85,8 +85,9 @@ def _sizes(config: RunConfig, ranks: int) -> _Sizes:
         getattr(config.model, "num_encoder_layers", 0) + getattr(config.model, "num_decoder_layers", 0)
     )
     outputs = 1 if config.model.tied_embeddings else 2
+    experts, sharing = expert_parameters(config.model), sharing_ranks(config.engine, ranks)
     return _Sizes(
-        parameters=counts.total,
+        parameters=counts.total - experts + experts // sharing,
         layer=(counts.total - outputs * counts.embedding) // max(1, num_layers),
         output=counts.embedding,
         element=2 if mixed else 4,

@@ -22,7 +22,7 @@ from torch import nn
 
 from pretrain.config.schema import MuonConfig, OptimizerConfig, RunConfig
 from pretrain.engine.distributed import collective, limit_collectives
-from pretrain.engine.experts import connect_experts, mark_group, share_experts, sharing_ranks
+from pretrain.engine.experts import connect_experts, mark_group, share_experts
 from pretrain.engine.layout import (
     MOMENTUM,
     find_holders,
@@ -46,7 +46,7 @@ from pretrain.engine.state import (
     probe_optimizer,
     share_of_replicated,
 )
-from pretrain.engine.zero import accumulation_steps, clips_itself, deepspeed_config
+from pretrain.engine.zero import accumulation_steps, clips_itself, deepspeed_config, sharing_ranks
 from pretrain.errors import PretrainError
 from pretrain.loss.sums import LossSums
 from pretrain.optim.groups import parameter_groups

@@ -15,14 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.config.schema import EngineConfig
 from pretrain.model.experts import Experts
 from pretrain.topology import World
-
-
-def sharing_ranks(engine: EngineConfig, world_size: int) -> int:
-    """How many ranks share experts, of so many: what is configured, or its largest divisor that they allow."""
-    return math.gcd(engine.expert_parallel_size, world_size)
 
 
 def share_experts(model: nn.Module, size: int, world: World) -> dict[str, int]:

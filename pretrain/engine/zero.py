@@ -8,6 +8,7 @@ micro-batches that fill the last round: train_batch_size = m x R x ceil(J / R).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pretrain.config.schema import BatchConfig, EngineConfig, OptimizerConfig
@@ -17,6 +18,11 @@ def accumulation_steps(batch: BatchConfig, world_size: int) -> int:
     """ceil(J / R): micro-batches of one rank per step, the empty ones that fill the last round included."""
     micro_batches = batch.global_batch_size // batch.micro_batch_size
     return -(-micro_batches // world_size)
+
+
+def sharing_ranks(engine: EngineConfig, world_size: int) -> int:
+    """How many ranks share experts, of so many: what is configured, or its largest divisor that they allow."""
+    return math.gcd(engine.expert_parallel_size, world_size)
 
 
 def deepspeed_config(

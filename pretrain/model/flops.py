@@ -60,6 +60,13 @@ def parameter_counts(model: AnyModelConfig) -> ParameterCounts:
     return ParameterCounts(embedding + inside + outputs, embedding)
 
 
+def expert_parameters(model: AnyModelConfig) -> int:
+    """Elements of the parameters that ranks may share; 0 without experts."""
+    if not isinstance(model, MoEConfig):
+        return 0
+    return model.num_layers * model.num_experts * 3 * model.width * model.feed_forward_width
+
+
 def training_flops_per_row(model: AnyModelConfig, batch: BatchConfig) -> int:
     """FLOPs of forward and backward for one row (target row and its source row)."""
     if isinstance(model, DecoderConfig):

@@ -23,7 +23,7 @@ from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.validation import ValidationSet, open_validation
 from pretrain.engine.distributed import vote
 from pretrain.engine.engine import Engine
-from pretrain.engine.experts import sharing_ranks
+from pretrain.engine.zero import sharing_ranks
 from pretrain.errors import PretrainError, StoreError, UserError
 from pretrain.generate.translations import Pair
 from pretrain.log import Log

@@ -101,6 +101,16 @@ def test_activations_are_what_autograd_keeps(name: str, recomputed: bool) -> Non
     assert planned == pytest.approx(measured, abs=slack), (planned / measured, (planned - measured) / (tokens * 64 * 4))
 
 
+def test_a_rank_holds_its_part_of_shared_experts() -> None:
+    batch = {**values()["batch"], "global_batch_size": 16}
+    weights = {}
+    for sharing in (1, 4):
+        engine = {"zero_stage": 1, "precision": "bf16", "expert_parallel_size": sharing}
+        weights[sharing] = memory_per_rank(config_of(MODELS["moe"], engine=engine, batch=batch), 8).weights
+    experts = 3 * 4 * 3 * 64 * 80  # layers x experts x matrices of one
+    assert weights[1] - weights[4] == 2 * experts * 3 // 4
+
+
 @pytest.mark.parametrize(
     ("stage", "precision", "ranks", "bytes_per_parameter"),
     [

@@ -183,6 +183,43 @@ def test_the_newest_flash_attention_of_the_device_is_swapped_in_once(
     assert active == []
 
 
+GPU = {
+    "varlen": (attend_varlen, torch.bfloat16),
+    "flash": (attend_flash, torch.float16),
+    "flex": (attend_flex, torch.float32),
+}
+
+
+@pytest.mark.usefixtures("ampere", "fake_packages", "eager_flex")
+@pytest.mark.parametrize("backend", GPU)
+@pytest.mark.parametrize("window", [None, 4])
+def test_gpu_backends_keep_documents_apart_and_follow_their_order(
+    backend: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen_backend, "varlen_attn", fake_varlen_attn)
+    run, dtype = GPU[backend]
+    case = self_case(9, 1, 20, 13, window=window)
+    q, k, v, _, grad = inputs(case, dtype, 16)
+    rules = case.rules(torch.zeros(4))
+    info, moved = SeqInfo.from_lengths((9, 1, 20, 13)), SeqInfo.from_lengths((13, 9, 1, 20))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = run(*leaves, info, info, rules)
+    # A gradient into the third document reaches no other; other documents' keys and values do not reach it.
+    only = torch.zeros_like(grad)
+    only[10:30] = grad[10:30]
+    for leaf, found in zip(leaves, torch.autograd.grad(out, leaves, only), strict=True):
+        assert found[10:30].abs().sum() > 0
+        assert found[:10].eq(0).all(), leaf.shape
+        assert found[30:].eq(0).all(), leaf.shape
+    poisoned = [x.detach().clone() for x in (k, v)]
+    for x in poisoned:
+        x[:10], x[30:] = 1e3, -1e3
+    assert torch.equal(run(q.detach(), *poisoned, info, info, rules)[10:30], out.detach()[10:30])
+    order = torch.cat([torch.arange(30, 43), torch.arange(0, 30)])
+    turned = run(*(x.detach()[order] for x in (q, k, v)), moved, moved, rules)
+    torch.testing.assert_close(turned, out.detach()[order], rtol=1e-2, atol=1e-2 if dtype != torch.float32 else 1e-5)
+
+
 def cuda(**changes: Any) -> Need:
     return Need(**{"device": "cuda", "dtype": torch.bfloat16, "head_width": 64, **changes})
 

@@ -15,7 +15,7 @@ from pretrain.config import config_from_dict
 from pretrain.config.schema import LossConfig, RunConfig
 from pretrain.engine.distributed import all_reduce_sums
 from pretrain.engine.engine import Engine
-from pretrain.engine.experts import sharing_ranks
+from pretrain.engine.zero import sharing_ranks
 from pretrain.errors import ConfigError
 from pretrain.model.experts import Experts, SparseMLP, router_losses
 from pretrain.model.flops import parameter_counts
