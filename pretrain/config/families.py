@@ -158,6 +158,13 @@ class DecoderConfig(ModelConfig):
     mup: MuPConfig | None = setting("muP; none is the standard parametrisation", resume="refused", default=None)
 
 
+PostNormScaling = Literal["none", "deepnorm"]
+_POST_NORM_SCALING = (
+    "of post-norm layers: deepnorm gives the residual stream a larger share in each sum and starts what is added to it "
+    "smaller, so that hundreds of layers train (DeepNet); none as in the paper of the family"
+)
+
+
 class EncoderDecoderConfig(ModelConfig):
     """The 2017 Transformer: post-norm, sinusoidal positions, cross-attention, biases, ReLU."""
 
@@ -170,6 +177,7 @@ class EncoderDecoderConfig(ModelConfig):
         resume="refused",
         default=1e-5,
     )
+    depth_scaling: PostNormScaling = setting(_POST_NORM_SCALING, resume="refused", default="none")
 
 
 class EncoderConfig(ModelConfig):
@@ -183,6 +191,7 @@ class EncoderConfig(ModelConfig):
     )
     norm_eps: PositiveReal = setting("epsilon of LayerNorm", resume="refused", default=1e-12)
     init_std: PositiveReal = setting("standard deviation of the initial weights", resume="refused", default=0.02)
+    depth_scaling: PostNormScaling = setting(_POST_NORM_SCALING, resume="refused", default="none")
 
 
 class GPT2Config(ModelConfig):

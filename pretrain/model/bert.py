@@ -18,11 +18,12 @@ from pretrain.config.schema import EncoderConfig, LossConfig
 from pretrain.loss.sums import LossSums
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
-from pretrain.model.encoder import EncoderLayer
+from pretrain.model.encoder import BlockInitials, EncoderLayer
 from pretrain.model.head import Head
 from pretrain.model.init import Normal
 from pretrain.model.layers import Embedding, LayerNorm, Linear
 from pretrain.model.positions import LearnedPositions
+from pretrain.model.scaling import DeepNorm
 from pretrain.sequence import Batch, SeqInfo
 
 
@@ -59,10 +60,11 @@ class Bert(nn.Module):
         self.config = config
         sites = itertools.count()
         initial = Normal(config.init_std)
+        initials = BlockInitials.normal(config.init_std, DeepNorm.of(config).gain)
         self.embedding = BertEmbedding(config)
         self.embedding_dropout = Dropout(config.dropout, next(sites))
         self.layers = LayerStack(
-            (EncoderLayer(config, sites, initial, initial, "gelu") for _ in range(config.num_layers)),
+            (EncoderLayer(config, sites, initials, "gelu") for _ in range(config.num_layers)),
             checkpointed=activation_checkpointing,
         )
         self.transform = HeadTransform(config)

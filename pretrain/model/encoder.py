@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from pretrain.model.attention import attend, weight_dropout
 from pretrain.model.cache import LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
-from pretrain.model.init import Initial, Xavier
+from pretrain.model.init import Initial, Normal, Stacked, Xavier
 from pretrain.model.layers import Activation, Embedding, FeedForward, LayerNorm, Linear
 from pretrain.model.positions import sinusoids
+from pretrain.model.scaling import DeepNorm, scaled
 from pretrain.sequence import SeqInfo
 
 
@@ -66,6 +68,29 @@ class SelfAttention(nn.Module):
         return self.output(out_THK.flatten(1))
 
 
+@dataclass(frozen=True, slots=True)
+class BlockInitials:
+    """How the weights of a post-norm layer start: matrices from the stream as they are, others by the gain."""
+
+    attention: Normal | Xavier
+    deep_attention: Normal | Xavier
+    deep_mlp: Normal | Xavier
+
+    @classmethod
+    def xavier(cls, width: int, hidden: int, gain: float) -> BlockInitials:
+        return cls(Xavier(width, width), Xavier(width, width, gain), Xavier(width, hidden, gain))
+
+    @classmethod
+    def normal(cls, std: float, gain: float) -> BlockInitials:
+        return cls(Normal(std), Normal(std * gain), Normal(std * gain))
+
+    def joined(self, scores: int) -> Initial:
+        """Of one matrix that gives queries and keys (`scores` of them) and values."""
+        if self.attention == self.deep_attention:
+            return self.attention
+        return Stacked((*[self.attention] * scores, self.deep_attention))
+
+
 class PositionedEmbedding(nn.Module):
     """sqrt(D) times the embedding, plus sinusoids, summed in fp32; one table serves source and target."""
 
@@ -87,23 +112,24 @@ class EncoderLayer(nn.Module):
         self,
         config: EncoderDecoderConfig | EncoderConfig,
         sites: Iterator[int],
-        attention_initial: Initial,
-        mlp_initial: Initial,
+        initials: BlockInitials,
         activation: Activation,
     ) -> None:
         super().__init__()
-        width = config.width
+        width, self.keep = config.width, DeepNorm.of(config).keep
         site = next(sites)
-        self.attention = SelfAttention(config, attention_initial, attention_initial, site, causal=False)
+        self.attention = SelfAttention(config, initials.joined(2), initials.deep_attention, site, causal=False)
         self.attention_dropout = Dropout(config.dropout, site)
         self.attention_norm = LayerNorm(width, config.norm_eps)
-        self.mlp = FeedForward(width, config.feed_forward_width, mlp_initial, mlp_initial, activation=activation)
+        deep = initials.deep_mlp
+        self.mlp = FeedForward(width, config.feed_forward_width, deep, deep, activation=activation)
         self.mlp_dropout = Dropout(config.dropout, next(sites))
         self.mlp_norm = LayerNorm(width, config.norm_eps)
 
     def forward(self, x_TD: Float[Tensor, "T D"], info: SeqInfo, key: int, _: None = None) -> Float[Tensor, "T D"]:
-        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info, key), key))
-        return self.mlp_norm(x_TD + self.mlp_dropout(self.mlp(x_TD), key))
+        kept_TD = scaled(x_TD, self.keep)
+        x_TD = self.attention_norm(kept_TD + self.attention_dropout(self.attention(x_TD, info, key), key))
+        return self.mlp_norm(scaled(x_TD, self.keep) + self.mlp_dropout(self.mlp(x_TD), key))
 
 
 class Encoder(nn.Module):
@@ -113,12 +139,9 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding_dropout = Dropout(config.dropout, next(sites))
         width = config.width
-        attention_initial, mlp_initial = Xavier(width, width), Xavier(width, config.feed_forward_width)
+        initials = BlockInitials.xavier(width, config.feed_forward_width, DeepNorm.of(config).gain)
         self.layers = LayerStack(
-            (
-                EncoderLayer(config, sites, attention_initial, mlp_initial, "relu")
-                for _ in range(config.num_encoder_layers)
-            ),
+            (EncoderLayer(config, sites, initials, "relu") for _ in range(config.num_encoder_layers)),
             checkpointed=activation_checkpointing,
         )
 

@@ -19,26 +19,27 @@ from pretrain.model.attention import attend, weight_dropout
 from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.checkpointing import LayerStack
 from pretrain.model.dropout import Dropout
-from pretrain.model.encoder import Encoder, PositionedEmbedding, SelfAttention
+from pretrain.model.encoder import BlockInitials, Encoder, PositionedEmbedding, SelfAttention
 from pretrain.model.head import Head
-from pretrain.model.init import Normal, Xavier
+from pretrain.model.init import Normal
 from pretrain.model.layers import FeedForward, LayerNorm, Linear
 from pretrain.model.pair import PairModel, Source
+from pretrain.model.scaling import DeepNorm, scaled
 from pretrain.sequence import SeqInfo
 
 
 class CrossAttention(nn.Module):
     """Target tokens look at all of their source document; keys and values come from one matrix, keys first."""
 
-    def __init__(self, config: EncoderDecoderConfig, site: int) -> None:
+    def __init__(self, config: EncoderDecoderConfig, initials: BlockInitials, site: int) -> None:
         super().__init__()
         self.dropout, self.site = config.attention_dropout, site
         width = config.width
         self.head_width = width // config.num_heads
         self.backend = config.attention
-        self.query = Linear(width, width, Xavier(width, width), bias=True)
-        self.key_value = Linear(width, 2 * width, Xavier(width, width), bias=True)
-        self.output = Linear(width, width, Xavier(width, width), bias=True)
+        self.query = Linear(width, width, initials.attention, bias=True)
+        self.key_value = Linear(width, 2 * width, initials.joined(1), bias=True)
+        self.output = Linear(width, width, initials.deep_attention, bias=True)
 
     def forward(
         self, x_TD: Float[Tensor, "T D"], info: SeqInfo, source: Source, key: int, cache: LayerCache | None = None
@@ -63,17 +64,17 @@ class CrossDecoderLayer(nn.Module):
 
     def __init__(self, config: EncoderDecoderConfig, sites: Iterator[int]) -> None:
         super().__init__()
-        width = config.width
-        initial = Xavier(width, config.feed_forward_width)
+        width, deep = config.width, DeepNorm.of(config, decoder=True)
+        initials, self.keep = BlockInitials.xavier(width, config.feed_forward_width, deep.gain), deep.keep
         site = next(sites)
-        self.attention = SelfAttention(config, Xavier(width, width), Xavier(width, width), site, causal=True)
+        self.attention = SelfAttention(config, initials.joined(2), initials.deep_attention, site, causal=True)
         self.attention_dropout = Dropout(config.dropout, site)
         self.attention_norm = LayerNorm(width, config.norm_eps)
         site = next(sites)
-        self.cross = CrossAttention(config, site)
+        self.cross = CrossAttention(config, initials, site)
         self.cross_dropout = Dropout(config.dropout, site)
         self.cross_norm = LayerNorm(width, config.norm_eps)
-        self.mlp = FeedForward(width, config.feed_forward_width, initial, initial)
+        self.mlp = FeedForward(width, config.feed_forward_width, initials.deep_mlp, initials.deep_mlp)
         self.mlp_dropout = Dropout(config.dropout, next(sites))
         self.mlp_norm = LayerNorm(width, config.norm_eps)
 
@@ -85,9 +86,11 @@ class CrossDecoderLayer(nn.Module):
         key: int,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "T D"]:
-        x_TD = self.attention_norm(x_TD + self.attention_dropout(self.attention(x_TD, info, key, cache), key))
-        x_TD = self.cross_norm(x_TD + self.cross_dropout(self.cross(x_TD, info, source, key, cache), key))
-        return self.mlp_norm(x_TD + self.mlp_dropout(self.mlp(x_TD), key))
+        attended_TD = self.attention_dropout(self.attention(x_TD, info, key, cache), key)
+        x_TD = self.attention_norm(scaled(x_TD, self.keep) + attended_TD)
+        crossed_TD = self.cross_dropout(self.cross(x_TD, info, source, key, cache), key)
+        x_TD = self.cross_norm(scaled(x_TD, self.keep) + crossed_TD)
+        return self.mlp_norm(scaled(x_TD, self.keep) + self.mlp_dropout(self.mlp(x_TD), key))
 
 
 class EncoderDecoder(PairModel):

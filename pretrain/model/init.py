@@ -38,17 +38,29 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class Xavier:
-    """Uniform with variance 2 / (fan_in + fan_out), the fans of ONE matrix also where several are stacked."""
+    """Uniform with variance 2 gain^2 / (fan_in + fan_out), the fans of ONE matrix also where several are stacked."""
 
     fan_in: int
     fan_out: int
+    gain: float = 1.0
 
     def fill(self, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        bound = math.sqrt(6.0 / (self.fan_in + self.fan_out))
+        bound = self.gain * math.sqrt(6.0 / (self.fan_in + self.fan_out))
         tensor.uniform_(-bound, bound, generator=generator)
 
 
-Initial = Constant | Normal | Xavier
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Matrices below each other, of equally many rows, each by its own rule."""
+
+    rules: tuple[Normal | Xavier, ...]
+
+    def fill(self, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        for rule, part in zip(self.rules, tensor.chunk(len(self.rules)), strict=True):
+            rule.fill(part, generator)
+
+
+Initial = Constant | Normal | Xavier | Stacked
 
 
 @torch.no_grad()

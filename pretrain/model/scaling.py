@@ -4,7 +4,8 @@ Takes a decoder's config -> the factors that its modules use. Standard: N(0, ini
 residual stream / sqrt(2 layers). muP with m = width / base width, for Adam: matrices from width to width
 start / sqrt(m) and learn at 1 / m of the rate; tables of the vocabulary and of places start and learn as at the
 base; logits / m; scores by 1 / K instead of 1 / sqrt(K). Of m = 1 nothing remains.
-Sources: Radford et al. 2019 (depth); Yang et al. 2022, table 8 (muP); Yang et al. 2023 (branches by depth).
+Sources: Radford et al. 2019 (depth); Yang et al. 2022, table 8 (muP); Yang et al. 2023 (branches by depth); Wang et
+al. 2022, figure 2 (DeepNorm).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from pretrain.config.schema import DecoderConfig, GPT2Config, MoEConfig
+from pretrain.config.schema import DecoderConfig, EncoderConfig, EncoderDecoderConfig, GPT2Config, MoEConfig
 from pretrain.model.init import Initial, Normal
 from pretrain.model.layers import Linear
 
@@ -67,6 +68,30 @@ class Scaling:
         for module in layers.modules():
             if isinstance(module, Linear):
                 module.learning_rate_scale = self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class DeepNorm:
+    """The factors of one stack of post-norm layers, norm(keep * x + f(x)); 1 and 1 is plain post-norm.
+
+    Attributes:
+        keep: factor of the residual stream in each sum.
+        gain: factor of the initial values, the output and the feed-forward matrices; not of queries and keys.
+    """
+
+    keep: float = 1.0
+    gain: float = 1.0
+
+    @classmethod
+    def of(cls, config: EncoderConfig | EncoderDecoderConfig, *, decoder: bool = False) -> DeepNorm:
+        if config.depth_scaling == "none":
+            return cls()
+        if isinstance(config, EncoderConfig):
+            return cls((2 * config.num_layers) ** 0.25, (8 * config.num_layers) ** -0.25)
+        if decoder:
+            return cls((3 * config.num_decoder_layers) ** 0.25, (12 * config.num_decoder_layers) ** -0.25)
+        both = (config.num_encoder_layers**4 * config.num_decoder_layers) ** (1 / 16)
+        return cls(0.81 * both, 0.87 / both)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

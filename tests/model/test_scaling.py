@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from pretrain.config.schema import AdamWConfig, LossConfig, MuPConfig
+from pretrain.errors import UserError
+from pretrain.model.hf.directory import export_model
+from pretrain.model.hf.family import ExportOptions
 from pretrain.model.registry import build_model
+from pretrain.model.scaling import DeepNorm
 from pretrain.optim.groups import parameter_groups
 from pretrain.optim.optimizers import build_optimizer
-from tests.model.small import decoder_config, gpt2_config, lm_batch
+from pretrain.sequence import SeqInfo
+from tests.model.small import decoder_config, encoder_config, encoder_decoder_config, gpt2_config, lm_batch
 
 WIDTHS = (32, 64, 128, 256)
 FAMILIES = {"decoder": decoder_config, "gpt2": gpt2_config}
@@ -119,3 +125,60 @@ def test_depth_scaling_by_hand(family: str, depth_scaling: str, std: float, shar
     model.logits(batch)
     expected = parts["before"] + share * (parts["attention"] + parts["mlp"])
     torch.testing.assert_close(parts["after"], expected, atol=1e-5, rtol=1e-5)
+
+
+DEEP = {
+    "encoder": encoder_config(num_layers=12, depth_scaling="deepnorm", init_std=0.2),
+    "encoder_decoder": encoder_decoder_config(num_encoder_layers=3, num_decoder_layers=5, depth_scaling="deepnorm"),
+}
+
+
+def test_deepnorm_has_the_factors_of_its_paper() -> None:
+    """BERT with 12 layers, and the published table's example of 6 and 6."""
+    bert = DeepNorm.of(DEEP["encoder"])
+    assert (bert.keep, bert.gain) == (pytest.approx(24**0.25), pytest.approx(96**-0.25))
+    six = encoder_decoder_config(num_encoder_layers=6, num_decoder_layers=6, depth_scaling="deepnorm")
+    encoder, decoder = DeepNorm.of(six), DeepNorm.of(six, decoder=True)
+    assert (encoder.keep, encoder.gain) == (pytest.approx(1.4179, abs=1e-4), pytest.approx(0.4970, abs=1e-4))
+    assert (decoder.keep, decoder.gain) == (pytest.approx(2.0598, abs=1e-4), pytest.approx(0.3433, abs=1e-4))
+    assert DeepNorm.of(encoder_decoder_config()) == DeepNorm(1.0, 1.0)
+
+
+def shares_of(mine: torch.nn.Module, theirs: torch.nn.Module) -> list[float]:
+    """Spread of each of the stacked matrices against that of the other model."""
+    parts = mine.weight.shape[0] // 32
+    pairs = zip(mine.weight.detach().chunk(parts), theirs.weight.detach().chunk(parts), strict=True)
+    return [float(a.std() / b.std()) for a, b in pairs]
+
+
+def test_deepnorm_starts_values_outputs_and_feed_forward_smaller_and_not_queries_and_keys() -> None:
+    for name, config in DEEP.items():
+        plain = config.model_copy(update={"depth_scaling": "none"})
+        deep, usual = (build_model(each, LossConfig(), seed=1) for each in (config, plain))
+        stacks = [(deep.layers[0], usual.layers[0], DeepNorm.of(config, decoder=name != "encoder").gain)]
+        if name == "encoder_decoder":
+            stacks.append((deep.encoder.layers[0], usual.encoder.layers[0], DeepNorm.of(config).gain))
+        for layer, other, gain in stacks:
+            assert shares_of(layer.attention.qkv, other.attention.qkv) == pytest.approx([1.0, 1.0, gain], rel=0.1)
+            if hasattr(layer, "cross"):
+                assert shares_of(layer.cross.key_value, other.cross.key_value) == pytest.approx([1.0, gain], rel=0.1)
+                assert spread(layer.cross.query) == spread(other.cross.query)
+            for part in ("attention.output", "mlp.inner", "mlp.outer"):
+                share = spread(layer.get_submodule(part)) / spread(other.get_submodule(part))
+                assert share == pytest.approx(gain, rel=0.1), part
+
+
+def test_a_deepnorm_layer_keeps_its_share_of_the_stream() -> None:
+    model = build_model(DEEP["encoder"], LossConfig(), seed=1).eval()
+    layer, info = model.layers[3], SeqInfo.from_lengths([5, 4])
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0))
+    first = layer.attention_norm(24**0.25 * x + layer.attention(x, info, 0))
+    expected = layer.mlp_norm(24**0.25 * first + layer.mlp(first))
+    torch.testing.assert_close(layer(x, info, 0), expected)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deepnorm_cannot_be_said_to_transformers(name: str, tmp_path: Path) -> None:
+    model = build_model(DEEP[name], LossConfig(), seed=1)
+    with pytest.raises(UserError, match=r"model\.depth_scaling=deepnorm cannot be exported"):
+        export_model(dict(model.named_parameters()), DEEP[name], tmp_path / "hf", ExportOptions(32))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.config.schema import EncoderConfig
-from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
+from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, refuse_scaled, require, without
 from pretrain.model.hf.weights import Weight, dense, layer_norm
 
 _SEGMENTS = "bert.embeddings.token_type_embeddings.weight"
@@ -47,6 +47,7 @@ def _weights(config: EncoderConfig) -> list[Weight]:
 
 
 def _to_config(config: EncoderConfig, options: ExportOptions) -> dict[str, Any]:
+    refuse_scaled(config)
     return options.common() | {
         "architectures": ["BertForMaskedLM"],
         "model_type": "bert",

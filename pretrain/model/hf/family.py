@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.config.schema import DecoderConfig, GPT2Config
+from pretrain.config.schema import DecoderConfig, EncoderConfig, EncoderDecoderConfig, GPT2Config
 from pretrain.errors import UserError
 from pretrain.model.hf.weights import Weight
 
@@ -89,10 +89,11 @@ def refuse(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], fami
             )
 
 
-def refuse_scaled(config: DecoderConfig | GPT2Config) -> None:
+def refuse_scaled(config: DecoderConfig | GPT2Config | EncoderConfig | EncoderDecoderConfig) -> None:
     """Raises UserError for scalings of the computation that no config.json can say."""
-    if config.mup is not None or config.depth_scaling == "branch":
-        what = f"model.depth_scaling={config.depth_scaling}" if config.mup is None else "a model with model.mup"
+    mup = getattr(config, "mup", None)
+    if mup is not None or config.depth_scaling in ("branch", "deepnorm"):
+        what = f"model.depth_scaling={config.depth_scaling}" if mup is None else "a model with model.mup"
         raise UserError(
             f"{what} cannot be exported. It scales logits, scores or branches, which transformers cannot be told. "
             "Train with the standard parametrisation to export the model."

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pretrain.config.schema import EncoderDecoderConfig
 from pretrain.errors import UserError
-from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
+from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, refuse_scaled, require, without
 from pretrain.model.hf.weights import Weight, dense, layer_norm
 
 _EPS = 1e-5
@@ -63,6 +63,7 @@ def _to_config(config: EncoderDecoderConfig, options: ExportOptions) -> dict[str
             f"model.norm_eps={config.norm_eps:g} cannot be exported. The norms of Marian have {_EPS:g} whatever its "
             f"config says. Train with model.norm_eps={_EPS:g} to export the model."
         )
+    refuse_scaled(config)
     sizes: dict[str, Any] = {}
     for side, num_layers in (("encoder", config.num_encoder_layers), ("decoder", config.num_decoder_layers)):
         sizes |= {f"{side}_layers": num_layers, f"{side}_ffn_dim": config.feed_forward_width}
