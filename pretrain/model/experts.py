@@ -95,7 +95,7 @@ class SparseMLP(nn.Module):
         self.router = Linear(width, num_experts, inner)
         self.experts = Experts(num_experts, width, hidden, inner, outer)
 
-    def forward(self, x_TD: Float[Tensor, "T D"], info: SeqInfo) -> tuple[Float[Tensor, "T D"], Float[Tensor, 2]]:
+    def forward(self, x_TD: Float[Tensor, "T D"], info: SeqInfo) -> tuple[Float[Tensor, "T D"], Tensor]:
         """Outputs, 0 for padding; [balance, z], both means over the tokens that are no padding (0 without any)."""
         padding = info.lengths[-1] if info.padding else 0
         real_TD, tail_TD = x_TD.split([x_TD.shape[0] - padding, padding])
@@ -119,7 +119,7 @@ class SparseMLP(nn.Module):
         return (back_TCD * weight_TC.unsqueeze(-1)).sum(dim=1)
 
 
-def router_losses(logits_TE: Tensor, probability_TE: Tensor, counts_E: Tensor) -> Float[Tensor, 2]:
+def router_losses(logits_TE: Tensor, probability_TE: Tensor, counts_E: Tensor) -> Tensor:
     """[E sum_e (share of tokens that chose e) (mean probability of e), mean logsumexp^2]; zeros without tokens."""
     tokens = max(1, logits_TE.shape[0])
     share_E = counts_E.to(logits_TE.dtype) / tokens

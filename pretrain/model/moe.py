@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.config.schema import LossConfig, MoEConfig
@@ -85,7 +84,7 @@ class MoE(CausalModel):
         router = self.config.balance_loss * losses[0] + self.config.router_z_loss * losses[1]
         return LossSums(objective + (batch.labels != IGNORED_LABEL).sum() * router, nll, z_loss)
 
-    def router_losses(self, batch: Batch) -> Float[Tensor, 2]:
+    def router_losses(self, batch: Batch) -> Tensor:
         """[balance, z], means over the layers."""
         return self._run(batch.decoder_ids, batch.decoder_info, batch.dropout_key)[1]
 

@@ -46,7 +46,7 @@ def by_hand(mlp: SparseMLP, x_TD: torch.Tensor, *, normalised: bool) -> torch.Te
     rows = []
     for x in x_TD:
         probability = torch.softmax(mlp.router.weight @ x, 0)
-        best = sorted(range(EXPERTS), key=lambda e: -float(probability[e]))[:CHOSEN]
+        best = sorted(range(EXPERTS), key=lambda e: -float(probability.detach()[e]))[:CHOSEN]
         total = sum(probability[e] for e in best) if normalised else 1.0
         outs = [down[e] @ (functional.silu(gate_up[e, 0] @ x) * (gate_up[e, 1] @ x)) for e in best]
         rows.append(sum(probability[e] / total * out for e, out in zip(best, outs, strict=True)))
@@ -103,6 +103,7 @@ def test_the_router_losses_are_those_of_transformers_and_of_the_definition() -> 
     assert float(uniform[0]) == pytest.approx(CHOSEN)
 
 
+@torch.no_grad()
 def test_the_objective_weighs_the_router_losses_by_targets_and_is_blind_to_padding() -> None:
     config = moe_config(balance_loss=0.5, router_z_loss=0.25)
     model = build_model(config, LossConfig(), seed=3)
