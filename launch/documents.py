@@ -53,4 +53,4 @@ def documents_of_step(directory: RunDirectory, step: int, *, most_rows: int) -> 
             part["cut"] = len(part["text"]) > _MOST_CHARACTERS
             part["text"] = part["text"][:_MOST_CHARACTERS]
             part["source_text"] = part["source_text"] and part["source_text"][:_MOST_CHARACTERS]
-    return {"step": step, "rows": rows, "rows_in_step": config.batch.global_batch_size}
+    return {"step": step, "rows": rows, "rows_in_step": found[0].rows_in_step}

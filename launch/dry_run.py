@@ -14,8 +14,11 @@ import psutil
 
 from launch.plan.memory import memory_per_rank
 from pretrain.config import RunConfig
+from pretrain.config.batches import at_largest
 from pretrain.config.capacity import model_batch
 from pretrain.data.loader import open_loader
+from pretrain.data.segments import steps_by_segment
+from pretrain.data.state import Segment
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.validation import open_validation
 from pretrain.errors import ExitCode, RunError, UserError
@@ -47,20 +50,33 @@ def dry_run(config: RunConfig, *, resume: ResumeMode) -> int:
     known: dict[str, Any] = {"tokenizer_sha256": tokenizer.sha256, "special_ids": tokenizer.special_ids}
     with contextlib.closing(open_loader(config, lengths, World(), **known)) as loader:
         sources = ", ".join(loader.source_names)
+        shapes = steps_by_segment(loader.initial_state(), 0, config.schedule.total_steps)
     validation = ", ".join(open_validation(config, lengths, World(), **known)) or "none"
-    batch, steps = config.batch, config.schedule.total_steps
-    tokens = batch.global_batch_size * batch.sequence_length
     counts = parameter_counts(config.model)
-    flops = training_flops_per_step(config.model, model_batch(config))
     print(f"run         {config.name} in {home_url()}")
     print(f"model       {config.model.family}, {counts.total:,} parameters ({counts.embedding:,} in the embedding)")
     print(f"data        {sources}; validation: {validation}")
-    print(f"step        {batch.global_batch_size} rows = {tokens:,} tokens, {flops:.3g} FLOP")
-    print(f"run length  {steps} steps = {format_count(steps * tokens)} tokens, {steps * flops:.3g} FLOP")
+    _print_length(config, shapes)
     print(f"ranks       {config.cluster.num_ranks} on {config.cluster.device}, ZeRO-{config.engine.zero_stage}")
     print(_check_memory(config))
     print("nothing was started or written")
     return int(ExitCode.DONE)
+
+
+def _print_length(config: RunConfig, shapes: list[tuple[Segment, int]]) -> None:
+    """A line for the steps of each batch and length, and one for the whole run."""
+    total_tokens, total_flops, shown = 0, 0, None
+    for segment, steps in shapes:
+        named = {"global_batch_size": segment.global_batch_size, "sequence_length": segment.sequence_length}
+        batch = config.batch.model_copy(update=named)
+        tokens, flops = segment.slots_per_step, training_flops_per_step(config.model, model_batch(config, batch))
+        total_tokens, total_flops = total_tokens + steps * tokens, total_flops + steps * flops
+        line = f"step        {segment.global_batch_size} rows = {tokens:,} tokens, {flops:.3g} FLOP"
+        if line != shown:
+            print(line)
+            shown = line
+    steps = config.schedule.total_steps
+    print(f"run length  {steps} steps = {format_count(total_tokens)} tokens, {total_flops:.3g} FLOP")
 
 
 def _check_name(config: RunConfig, resume: ResumeMode) -> None:
@@ -80,7 +96,7 @@ def _check_name(config: RunConfig, resume: ResumeMode) -> None:
 def _check_memory(config: RunConfig) -> str:
     """A line on the memory of a rank; raises UserError when this machine does not have it."""
     ranks = config.cluster.num_ranks
-    planned = memory_per_rank(config, ranks)
+    planned = memory_per_rank(at_largest(config), ranks)
     needed = planned.total_bytes
     if config.cluster.device == "cuda":
         import torch

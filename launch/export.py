@@ -25,6 +25,7 @@ def run_export(args: argparse.Namespace) -> int:
     import torch
 
     from pretrain.checkpoint import newest_checkpoint, open_weights
+    from pretrain.config.batches import longest_batch
     from pretrain.data.tokenizer import Tokenizer
     from pretrain.model.hf.directory import export_model
     from pretrain.model.hf.family import ExportOptions
@@ -37,7 +38,7 @@ def run_export(args: argparse.Namespace) -> int:
     name = args.checkpoint or newest_checkpoint(run.checkpoints)
     tokenizer = Tokenizer(run.store.get("tokenizer.json"), f"{run.url}/tokenizer.json")
     options = ExportOptions(
-        max(config.batch.sequence_length, config.batch.source_length or 0),
+        max(longest_batch(config).sequence_length, config.batch.source_length or 0),
         getattr(torch, args.dtype),
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,

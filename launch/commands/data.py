@@ -152,11 +152,11 @@ def stats(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """Prints the rows with their documents."""
-    from pretrain.data.explain import explain_row, explain_step, format_explanations
+    from pretrain.data.explain import explain_rows, explain_step, format_explanations
 
     config, state = _config_and_state(args.run, args.overrides)
     if args.row is not None:
-        found = [explain_row(config, args.row, state=state)]
+        found = explain_rows(config, range(args.row, args.row + 1), state=state)
     else:
         found = explain_step(config, args.step, state=state)
     if args.json:

@@ -6,7 +6,8 @@ import argparse
 
 DESCRIPTION = """\
 Memory of a rank by part, seconds per step, tokens a day, cost, and what failures cost, for a config on a number of
-GPUs. Nothing is started or read. A run that does not fit ends with 2 and names the layout that does."""
+GPUs. Nothing is started or read. A run that does not fit ends with 2 and names the layout that does. Where data.stages
+change the batch, the plan is for the micro-batch with the most tokens."""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

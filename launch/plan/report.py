@@ -15,6 +15,7 @@ from launch.plan.machines import Accelerator, parse_gpus
 from launch.plan.suggest import Layout, best_layout, layout_of
 from launch.tables import format_table
 from pretrain.config import RunConfig, load_config
+from pretrain.config.batches import at_largest
 from pretrain.errors import ExitCode, UserError
 from pretrain.metrics.progress import format_count
 from pretrain.model.flops import parameter_counts
@@ -24,7 +25,7 @@ HOUR_S = 3600.0
 
 def run_plan(args: argparse.Namespace) -> int:
     """Handler of `pretrain plan`."""
-    config = load_config(args.config, args.overrides, check_files=False)
+    config = at_largest(load_config(args.config, args.overrides, check_files=False))
     ranks, machine = _machines(config, args.gpus)
     config = _on_gpus(config, ranks)
     layout = layout_of(config, ranks, machine)

@@ -123,10 +123,11 @@ def row_capacity(objective: AnyObjective, batch: BatchConfig, layout: Layout) ->
     return RowCapacity(length, None, length)
 
 
-def model_batch(config: RunConfig) -> BatchConfig:
-    """The batch section as the model meets it: the lengths are the slots of a row on each side."""
-    capacity = row_capacity(config.objective, config.batch, config.model.layout)
-    return config.batch.model_copy(update={"sequence_length": capacity.target, "source_length": capacity.source})
+def model_batch(config: RunConfig, batch: BatchConfig | None = None) -> BatchConfig:
+    """The batch section (or another one) as the model meets it: the lengths are the slots of a row on each side."""
+    batch = batch or config.batch
+    capacity = row_capacity(config.objective, batch, config.model.layout)
+    return batch.model_copy(update={"sequence_length": capacity.target, "source_length": capacity.source})
 
 
 @lru_cache(maxsize=64)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from pretrain.config.rules_data import batch_rules, data_rules
 from pretrain.config.rules_model import expert_rules, learned_position_rules, model_rules, mup_rules, rope_rules
 
 if TYPE_CHECKING:
@@ -54,53 +55,6 @@ def broken_rules(sections: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _batch_rules(batch: BatchConfig) -> list[str]:
-    if batch.global_batch_size % batch.micro_batch_size == 0:
-        return []
-    down = batch.global_batch_size // batch.micro_batch_size * batch.micro_batch_size
-    return [
-        f"batch.global_batch_size={batch.global_batch_size} is not a multiple of "
-        f"batch.micro_batch_size={batch.micro_batch_size} "
-        f"({batch.global_batch_size} = {batch.global_batch_size // batch.micro_batch_size} x "
-        f"{batch.micro_batch_size} + {batch.global_batch_size % batch.micro_batch_size}). "
-        "A step is a whole number of micro-batches. "
-        f"Set batch.global_batch_size={down or batch.micro_batch_size} or another batch.micro_batch_size."
-    ]
-
-
-def _stage_rules(data: DataConfig) -> list[str]:
-    problems = []
-    for number, stage in enumerate(data.stages):
-        if (stage.from_step is None) == (stage.from_tokens is None):
-            problems.append(
-                f"data.stages.{number} has {'no mark' if stage.from_step is None else 'two marks'}. A stage begins at "
-                "one step or behind a number of tokens. Set from_step or from_tokens."
-            )
-        unknown = sorted(stage.weights.keys() - data.sources.keys())
-        if unknown:
-            problems.append(
-                f"data.stages.{number}.weights.{unknown[0]} is no source. A stage weighs sources of the run "
-                f"({', '.join(sorted(data.sources))}). Add it under data.sources, or correct the name."
-            )
-    edges = [row for skip in data.skip_rows for row in skip]
-    if sorted(set(edges)) != edges:
-        problems.append(
-            f"data.skip_rows={[list(skip) for skip in data.skip_rows]} do not ascend. Ranges [first, end) are not "
-            "empty, do not touch and come in order. Sort them, and join those that touch."
-        )
-    return problems
-
-
-def _data_rules(data: DataConfig) -> list[str]:
-    if data.lanes & (data.lanes - 1) == 0:
-        return _stage_rules(data)
-    return [
-        *_stage_rules(data),
-        f"data.lanes={data.lanes} is not a power of two. Lanes must divide the rows of a block. "
-        f"Set data.lanes={1 << (data.lanes.bit_length() - 1)}.",
-    ]
-
-
 def _objective_rules(objective: ObjectiveConfig, model: AnyModelConfig) -> list[str]:
     if model.layout not in _TRAINED_BY[objective.kind]:
         fitting = " or ".join(kind for kind, layouts in _TRAINED_BY.items() if model.layout in layouts)
@@ -131,23 +85,30 @@ def _denoiser_rules(objective: ObjectiveConfig) -> list[str]:
     return problems
 
 
-def _room_rules(objective: ObjectiveConfig, batch: BatchConfig) -> list[str]:
+def _room_rules(objective: ObjectiveConfig, batch: BatchConfig, data: DataConfig) -> list[str]:
+    from pretrain.config.batches import batches_of
+
     shortest = getattr(objective, "min_document_tokens", 0)
-    if batch.sequence_length > shortest:
+    length = min(section.sequence_length for section in batches_of(batch, data.stages))
+    if length > shortest:
         return []
     return [
         f"objective.min_document_tokens={shortest} leaves nothing to learn in rows of "
-        f"batch.sequence_length={batch.sequence_length}. A document in a row must be able to have that many tokens. "
+        f"batch.sequence_length={length}. A document in a row must be able to have that many tokens. "
         "Set a smaller objective.min_document_tokens or a longer batch.sequence_length."
     ]
 
 
-def _position_rules(model: AnyModelConfig, objective: ObjectiveConfig, batch: BatchConfig) -> list[str]:
+def _position_rules(
+    model: AnyModelConfig, objective: ObjectiveConfig, batch: BatchConfig, data: DataConfig
+) -> list[str]:
     max_length = getattr(model, "max_length", None)
     if max_length is None or model.layout not in _TRAINED_BY[objective.kind]:
         return []
+    from pretrain.config.batches import batches_of
     from pretrain.config.capacity import row_capacity
 
+    batch = max(batches_of(batch, data.stages), key=lambda section: section.sequence_length)
     longest = row_capacity(objective, batch, model.layout).longest
     if longest <= max_length:
         return []
@@ -292,13 +253,13 @@ def _cluster_rules(cluster: ClusterConfig) -> list[str]:
 
 
 _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
-    (("batch",), _batch_rules),
-    (("data",), _data_rules),
+    (("batch", "data"), batch_rules),
+    (("data",), data_rules),
     (("objective", "model"), _objective_rules),
     (("objective", "batch"), _source_length_rules),
     (("objective",), _denoiser_rules),
-    (("objective", "batch"), _room_rules),
-    (("model", "objective", "batch"), _position_rules),
+    (("objective", "batch", "data"), _room_rules),
+    (("model", "objective", "batch", "data"), _position_rules),
     (("eval", "data"), _eval_rules),
     (("eval", "model"), _translation_rules),
     (("model",), model_rules),

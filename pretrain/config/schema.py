@@ -81,16 +81,31 @@ class SourceConfig(Section):
 
 
 class StageConfig(Section):
-    """From a mark on, how the sources are mixed. Begins where a step does; each source goes on at its next row."""
+    """From a mark on, how the sources are mixed and how many rows of which length make a step.
+
+    Begins where a step does; each source goes on at its next row. What is not given stays as it was.
+    """
 
     from_step: Count | None = setting("optimizer step, from 0; or give from_tokens", resume="segment", default=None)
     from_tokens: Count | None = setting(
-        "token slots (rows x batch.sequence_length) before it; the first step behind them",
+        "token slots (rows x their length) before it; the first step behind them",
         resume="segment",
         default=None,
     )
-    weights: dict[str, PositiveReal] = setting(
-        "shares by name of a source under data.sources; those without one rest", resume="segment", min_length=1
+    weights: dict[str, PositiveReal] | None = setting(
+        "shares by name of a source under data.sources; those without one rest",
+        resume="segment",
+        default=None,
+        min_length=1,
+    )
+    global_batch_size: PositiveInt | None = setting("rows per optimizer step", resume="segment", default=None)
+    micro_batch_size: PositiveInt | None = setting(
+        "rows per micro-batch; divides global_batch_size", resume="segment", default=None
+    )
+    sequence_length: PositiveInt | None = setting(
+        "tokens of text per row; divides the longest of the run, and so does it the tokens of a step",
+        resume="segment",
+        default=None,
     )
 
 
@@ -106,12 +121,14 @@ class DataConfig(Section):
         "held-out sources by name; weights are ignored", resume="free", default={}
     )
     stages: list[StageConfig] = setting(
-        "later mixtures, in the order of their marks; before the first, the weights of data.sources hold",
+        "later mixtures, batch sizes and row lengths, in the order of their marks; before the first, the weights of "
+        "data.sources and the batch section hold",
         resume="segment",
         default=[],
     )
     skip_rows: list[tuple[Count, Count]] = setting(
-        "ranges [first, end) of global rows that are jumped over; each begins where a step does",
+        "ranges [first, end) of global rows (of the run's longest length) that are jumped over; each begins where a "
+        "step does",
         resume="segment",
         default=[],
     )
@@ -141,7 +158,7 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many rows make a step. The global batch is constant in rows whatever the ranks."""
+    """How many rows make a step. The global batch is constant in rows whatever the ranks; data.stages change it."""
 
     global_batch_size: PositiveInt = setting("rows per optimizer step", resume="segment")
     micro_batch_size: PositiveInt = setting(
@@ -149,8 +166,9 @@ class BatchConfig(Section):
         resume="refused",
     )
     sequence_length: PositiveInt = setting(
-        "tokens S of text per row; divides the block of a plain source; the target capacity of a pair source",
-        resume="refused",
+        "tokens S of text per row; divides the block of a plain source; the target capacity of a pair source; a resume "
+        "may change it to a divisor of the longest so far",
+        resume="segment",
     )
     source_length: PositiveInt | None = setting(
         "source tokens per row of a pair source (its source capacity)", resume="refused", default=None

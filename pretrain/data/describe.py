@@ -17,7 +17,6 @@ from pretrain.data.state import DataState
 
 def describe_pipeline(config: RunConfig, sources: Sequence[SourceRows], state: DataState) -> str:
     """Sources with epochs over the run, its segments, then order, objective and micro-batches."""
-    batch = config.batch
     end = row_of_step(state, config.schedule.total_steps)
     taken = rows_taken(state, end)
     lines = [f"data of {config.name}: {sum(taken.values()):,} rows in {config.schedule.total_steps:,} steps"]
@@ -33,22 +32,37 @@ def describe_pipeline(config: RunConfig, sources: Sequence[SourceRows], state: D
         mixed = ", ".join(
             f"{s.name} {quota} of {order.period} rows" for s, quota in zip(segment.sources, order.quotas, strict=True)
         )
-        lines.append(f"├─ from step {step_of_row(state, segment.first_row):,}: {mixed}")
+        shape = ""
+        if len({(s.global_batch_size, s.micro_batch_size, s.sequence_length) for s in state.segments}) > 1:
+            shape = (
+                f"; {segment.global_batch_size} rows of {segment.sequence_length} tokens a step in micro-batches of "
+                f"{segment.micro_batch_size}"
+            )
+        lines.append(f"├─ from step {step_of_row(state, segment.first_row):,}: {mixed}{shape}")
     lines += [f"├─ rows [{skip.first_row:,}, {skip.end_row:,}) are jumped over" for skip in state.skips]
-    microbatches = batch.global_batch_size // batch.micro_batch_size
-    step_tokens = batch.global_batch_size * batch.sequence_length
-    slots = row_capacity(config.objective, batch, config.model.layout)
-    width = f"{batch.sequence_length} tokens"
-    if slots.source is not None:
-        width += f" in slots of {slots.source} source and {slots.target} target tokens"
-    elif slots.target != batch.sequence_length:
-        width += f" in slots of {slots.target}"
+    first = state.segments[0]
+    lengths = sorted({segment.sequence_length for segment in state.segments})
+    width = ", ".join(_row_width(config, length) for length in lengths)
+    step = f"{first.slots_per_step:,} token slots a step"
+    if len({(segment.global_batch_size, segment.sequence_length) for segment in state.segments}) == 1:
+        micro_batches = first.global_batch_size // first.micro_batch_size
+        step = f"{first.global_batch_size} rows = {micro_batches} micro-batches x {first.micro_batch_size} rows; {step}"
+    else:
+        step = f"at first {step}"
+    jumped = sum(max(0, min(skip.end_row, end) - skip.first_row) for skip in state.skips)
     return "\n".join(
         [
             *lines,
             f"├─ order: seed {config.seed}, {config.data.lanes} lanes, windows of {config.data.window_blocks} blocks",
             f"├─ objective: {config.objective.kind}, rows of {width}, documents isolated",
-            f"└─ step: {batch.global_batch_size} rows = {microbatches} micro-batches x {batch.micro_batch_size} rows; "
-            f"{step_tokens:,} token slots a step, {step_tokens * config.schedule.total_steps:,} in the run",
+            f"└─ step: {step}, {(end - jumped) * first.row_tokens:,} in the run",
         ]
     )
+
+
+def _row_width(config: RunConfig, length: int) -> str:
+    batch = config.batch.model_copy(update={"sequence_length": length})
+    slots = row_capacity(config.objective, batch, config.model.layout)
+    if slots.source is not None:
+        return f"{length} tokens in slots of {slots.source} source and {slots.target} target tokens"
+    return f"{length} tokens" + (f" in slots of {slots.target}" if slots.target != length else "")

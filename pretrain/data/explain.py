@@ -51,9 +51,17 @@ class DocumentPart:
 
 @dataclass(frozen=True, slots=True)
 class RowExplanation:
-    """One row: its place in the run and in the data, and its documents. `step` is None for a skipped row."""
+    """One row: its place in the run and in the data, and its documents. `step` is None for a skipped row.
+
+    Attributes:
+        row: global row, of the run's longest length.
+        part: which part of it, where the step's rows are shorter.
+        rows_in_step: rows of its step.
+    """
 
     row: int
+    part: int
+    rows_in_step: int
     step: int | None
     micro_batch: int | None
     source: str
@@ -69,7 +77,7 @@ class RowExplanation:
 
 
 def explain_row(config: RunConfig, row: int, *, state: DataState | None = None) -> RowExplanation:
-    """What the global row `row` holds.
+    """What the global row `row` holds (its first part, where the step's rows are shorter).
 
     Args:
         state: of a checkpoint; needed if weights or batch size changed, or rows were skipped or masked.
@@ -99,9 +107,9 @@ def explain_step(
     sources = open_sources(config, "sources")
     state = state or _initial_state(config, sources)
     span = [span for span in step_spans(state) if span.first_step <= step][-1]
-    first = span.first_row + (step - span.first_step) * span.global_batch_size
-    count = span.global_batch_size if most_rows is None else min(most_rows, span.global_batch_size)
-    return _explain(config, sources, state, range(first, first + count))
+    first = span.first_row + (step - span.first_step) * span.rows_per_step
+    count = span.rows_per_step if most_rows is None else min(-(-most_rows // span.segment.parts), span.rows_per_step)
+    return _explain(config, sources, state, range(first, first + count))[:most_rows]
 
 
 def explain_rows(config: RunConfig, rows: range, *, state: DataState | None = None) -> list[RowExplanation]:
@@ -118,8 +126,9 @@ def format_explanations(explanations: Sequence[RowExplanation], *, characters: i
     for item in explanations:
         place = "skipped" if item.step is None else f"step {item.step}, micro-batch {item.micro_batch}"
         mask = ", masked" if item.masked else ""
+        part_of = f", part {item.part}" if any(other.part for other in explanations) else ""
         lines.append(
-            f"row {item.row} ({place}{mask}): source {item.source}, epoch {item.epoch}, {item.shard}, "
+            f"row {item.row}{part_of} ({place}{mask}): source {item.source}, epoch {item.epoch}, {item.shard}, "
             f"block {item.block}, row {item.row_in_block} of the block"
         )
         for part in item.documents:
@@ -143,33 +152,39 @@ def _explain(config: RunConfig, sources: dict[str, SourceRows], state: DataState
     explanations = []
     for row in rows:
         segments = tuple(segment for segment in state.segments if segment.first_row <= row)
-        address = order_of(segments, state.seed).locate(row)
-        source = sources[segments[-1].sources[address.source].name]
+        address, segment = order_of(segments, state.seed).locate(row), segments[-1]
+        source = sources[segment.sources[address.source].name]
         step, position = _step_of(state, row)
         shard, _ = source.reader.locate(address.block)
-        explanations.append(
-            RowExplanation(
-                row=row,
-                step=step,
-                micro_batch=None if step is None else position // config.batch.micro_batch_size,
-                source=source.name,
-                epoch=address.epoch,
-                shard=source.manifest.shards[shard].name,
-                block=address.block,
-                row_in_block=address.row,
-                masked=any(
-                    (q.source, q.block) == (source.name, address.block) and q.from_row <= row for q in state.quarantine
-                ),
-                documents=tuple(_documents(source, address, config.batch.sequence_length, tokenizer)),
+        for part in range(segment.parts):
+            place = address._replace(row=address.row * segment.parts + part)
+            number = (position * segment.parts + part) // segment.micro_batch_size
+            explanations.append(
+                RowExplanation(
+                    row=row,
+                    part=part,
+                    rows_in_step=segment.global_batch_size,
+                    step=step,
+                    micro_batch=None if step is None else number,
+                    source=source.name,
+                    epoch=address.epoch,
+                    shard=source.manifest.shards[shard].name,
+                    block=address.block,
+                    row_in_block=place.row,
+                    masked=any(
+                        (q.source, q.block) == (source.name, address.block) and q.from_row <= row
+                        for q in state.quarantine
+                    ),
+                    documents=tuple(_documents(source, place, segment.sequence_length, tokenizer)),
+                )
             )
-        )
     return explanations
 
 
 def _step_of(state: DataState, row: int) -> tuple[int | None, int]:
     """The step of a row and the row's place in it; no step for a row that is jumped over."""
     for span in step_spans(state):
-        step, position = divmod(row - span.first_row, span.global_batch_size)
+        step, position = divmod(row - span.first_row, span.rows_per_step)
         if step >= 0 and (span.num_steps is None or step < span.num_steps):
             return span.first_step + step, position
     return None, 0

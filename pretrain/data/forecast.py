@@ -16,7 +16,7 @@ import numpy as np
 from pretrain.config.schema import RunConfig
 from pretrain.data.rows import SourceRows
 from pretrain.data.segments import consumed_before, order_of, step_spans
-from pretrain.data.state import DataState
+from pretrain.data.state import DataState, Segment
 
 _COUNTED_ROWS = 1 << 17
 
@@ -46,11 +46,20 @@ class SourceForecast:
 
 @dataclass(frozen=True, slots=True)
 class SegmentForecast:
-    """Steps with one mixture: rows of each source in one period of `sum(quotas)` rows."""
+    """Steps with one mixture and one shape: rows of each source in one period of `sum(quotas)` rows.
+
+    Attributes:
+        rows_per_step, micro_batch_size: in rows of `sequence_length` tokens.
+        idle_fraction: of the micro-batches of all ranks, those that are empty because ranks do not divide them.
+    """
 
     first_step: int
     first_row: int
     quotas: dict[str, int]
+    rows_per_step: int
+    micro_batch_size: int
+    sequence_length: int
+    idle_fraction: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ def forecast(config: RunConfig, sources: Sequence[SourceRows], state: DataState,
     end = row_of_step(state, steps)
     taken = rows_taken(state, end)
     jumped = sum(max(0, min(skip.end_row, end) - skip.first_row) for skip in state.skips)
-    reads, counted = _block_reads(config, sources, state, end, ranks)
+    reads, counted = _block_reads(state, end, ranks)
     total = sum(taken.values())
     found = []
     for source in sources:
@@ -88,27 +97,34 @@ def forecast(config: RunConfig, sources: Sequence[SourceRows], state: DataState,
                 rows=rows,
                 epochs=rows / source.num_rows,
                 share=rows / max(total, 1),
-                tokens=rows * config.batch.sequence_length,
+                tokens=rows * state.segments[0].row_tokens,
                 block_reads=reads.get(source.name, 0),
                 read_bytes=round(reads.get(source.name, 0) * block_bytes),
             )
         )
-    segments = tuple(
-        SegmentForecast(
-            first_step=step_of_row(state, segment.first_row),
-            first_row=segment.first_row,
-            quotas=dict(
-                zip(
-                    (source.name for source in segment.sources),
-                    order_of(state.segments[: number + 1], state.seed).quotas,
-                    strict=True,
-                )
-            ),
-        )
-        for number, segment in enumerate(state.segments)
-    )
     rows = end - jumped
-    return Forecast(steps, rows, rows * config.batch.sequence_length, counted, segments, tuple(found))
+    segments = tuple(_segment(state, number, ranks) for number in range(len(state.segments)))
+    return Forecast(steps, rows, rows * state.segments[0].row_tokens, counted, segments, tuple(found))
+
+
+def _segment(state: DataState, number: int, ranks: int) -> SegmentForecast:
+    segment = state.segments[number]
+    quotas = order_of(state.segments[: number + 1], state.seed).quotas
+    return SegmentForecast(
+        first_step=step_of_row(state, segment.first_row),
+        first_row=segment.first_row,
+        quotas=dict(zip((source.name for source in segment.sources), quotas, strict=True)),
+        rows_per_step=segment.global_batch_size,
+        micro_batch_size=segment.micro_batch_size,
+        sequence_length=segment.sequence_length,
+        idle_fraction=idle_fraction(segment, ranks),
+    )
+
+
+def idle_fraction(segment: Segment, ranks: int) -> float:
+    """Share of all ranks' micro-batches that are empty, because `ranks` does not divide those of a step."""
+    micro_batches = segment.global_batch_size // segment.micro_batch_size
+    return 1 - micro_batches / (-(-micro_batches // ranks) * ranks)
 
 
 def rows_taken(state: DataState, row: int) -> dict[str, int]:
@@ -120,13 +136,13 @@ def rows_taken(state: DataState, row: int) -> dict[str, int]:
 def row_of_step(state: DataState, step: int) -> int:
     """The global row at which a step begins."""
     span = [span for span in step_spans(state) if span.first_step <= step][-1]
-    return span.first_row + (step - span.first_step) * span.global_batch_size
+    return span.first_row + (step - span.first_step) * span.rows_per_step
 
 
 def step_of_row(state: DataState, row: int) -> int:
     """The step that begins at `row` or, if none does, the last one before it."""
     span = [span for span in step_spans(state) if span.first_row <= row]
-    return span[-1].first_step + (row - span[-1].first_row) // span[-1].global_batch_size if span else 0
+    return span[-1].first_step + (row - span[-1].first_row) // span[-1].rows_per_step if span else 0
 
 
 def shares(state: DataState, steps: int, points: int) -> list[tuple[int, int, dict[str, float]]]:
@@ -142,17 +158,16 @@ def shares(state: DataState, steps: int, points: int) -> list[tuple[int, int, di
     return parts
 
 
-def _block_reads(
-    config: RunConfig, sources: Sequence[SourceRows], state: DataState, end: int, ranks: int
-) -> tuple[dict[str, int], int]:
+def _block_reads(state: DataState, end: int, ranks: int) -> tuple[dict[str, int], int]:
     """Blocks that rank 0 reads by source, and the rows over which they were counted."""
     counted = min(end, _COUNTED_ROWS)
     reads: dict[str, int] = {}
-    rows = np.arange(counted, dtype=np.int64)
-    mine = rows[rows % config.batch.global_batch_size // config.batch.micro_batch_size % ranks == 0]
     edges = [*(segment.first_row for segment in state.segments), counted]
     for number, segment in enumerate(state.segments):
-        part = mine[(mine >= edges[number]) & (mine < edges[number + 1])]
+        begin, stop = edges[number], min(edges[number + 1], counted)
+        rows = np.arange(begin, max(begin, stop), dtype=np.int64)
+        micro_batch = (rows - begin) % segment.rows_per_step * segment.parts // segment.micro_batch_size
+        part = rows[micro_batch % ranks == 0]
         if not part.size:
             continue
         placed = order_of(state.segments[: number + 1], state.seed).place_rows(part)

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrain.config.batches import batches_of
 from pretrain.config.schema import RunConfig
 from pretrain.data.arena import GatheredRows, TokenArena
-from pretrain.data.batch import dropout_key, empty_batch, make_batch, sum_digests
+from pretrain.data.batch import BatchShape, dropout_key, empty_batch, make_batch, sum_digests
 from pretrain.data.batch_causal import CausalBatches
 from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.describe import describe_pipeline
@@ -90,7 +91,8 @@ class Loader:
         self, config: RunConfig, sources: tuple[SourceRows, ...], byte_lengths: NDArray[np.integer], world: World
     ) -> None:
         self._config, self._sources, self._byte_lengths, self._world = config, sources, byte_lengths, world
-        self._shape = batch_shape(config, sources[0].manifest)
+        self._sections = batches_of(config.batch, config.data.stages)
+        self._shapes: dict[tuple[int, int], BatchShape] = {}
         self._source_index = {source.name: index for index, source in enumerate(sources)}
         self._plan = plan_of(config, sources)
         self._initial = plan_run(self._plan, DataState(next_row=0, seed=config.seed, segments=()))
@@ -104,7 +106,7 @@ class Loader:
             for source in sources
             if config.objective.kind == "causal_lm"
         ]
-        self._causal = CausalBatches(self._shape, byte_lengths)
+        self._causal: dict[BatchShape, CausalBatches] = {}
         self._located: dict[int, I64] = {}
         self._located_in: tuple[Segment, ...] = ()
         step_tokens = config.batch.global_batch_size // world.size * config.batch.sequence_length
@@ -135,7 +137,7 @@ class Loader:
         """
         if self.resume(state) != state:
             raise DataError(
-                "batch.global_batch_size or a weight, stage, cap, skip or source under data is not the checkpoint's. "
+                "batch.global_batch_size or a weight, length, stage, cap, skip or source is not the checkpoint's. "
                 "Such a change begins a new segment of the data. Resume the run with it, or restore the old value."
             )
 
@@ -153,13 +155,18 @@ class Loader:
                 f"Set seed={state.seed}, or start a new run."
             )
         read = {source.name: source for segment in state.started for source in segment.sources}
-        check_same_data(self._plan.base, replace(state.segment, sources=tuple(read.values())))
-        planned = plan_run(self._plan, state)
+        plan, dealt = self._plan, state.segment.row_tokens
+        if (
+            dealt > plan.base.row_tokens and dealt % plan.base.row_tokens == 0
+        ):  # all lengths are parts of the rows so far
+            plan = plan_of(self._config, self._sources, dealt)
+        check_same_data(plan.base, replace(state.segment, sources=tuple(read.values())))
+        planned = plan_run(plan, state)
         return state if planned == state else planned
 
     def next_state(self, state: DataState) -> DataState:
         """The state after the step that begins at `state`. Raises DataError where a skip begins inside it."""
-        return state.advance(state.segment.global_batch_size)
+        return state.advance(state.segment.rows_per_step)
 
     def quarantine(self, state: DataState, blocks: Iterable[tuple[int, int]]) -> DataState:
         """The state in which these (source index, block), found by any rank, give no labels from this step on. All
@@ -217,15 +224,18 @@ class Loader:
 
     def _read_steps(self, steps: Sequence[tuple[int, DataState]]) -> list[StepData]:
         """What `read` gives for each; steps of plain text together, which is faster, while no block is corrupt."""
-        if len(steps) > 1 and self._arenas and not any(state.quarantine for _, state in steps):
+        one_segment = len({state.segment for _, state in steps}) == 1
+        if len(steps) > 1 and one_segment and self._arenas and not any(state.quarantine for _, state in steps):
+            segment = steps[0][1].segment
             located = [self._locate(state) for _, state in steps]
             if self._any_remote:
                 self._send_for({(source, block) for rows in located for source, block in rows[:, [0, 2]].tolist()})
             masked = [set[int]() for _ in self._arenas]
-            gathered = self._gather(np.concatenate(located), masked, may_mask=self._config.data.on_corrupt == "mask")
+            may_mask = self._config.data.on_corrupt == "mask"
+            gathered = self._gather(segment, np.concatenate(located), masked, may_mask=may_mask)
             if not any(masked):
                 names = [self._names(step, state) for step, state in steps]
-                batches = iter(self._make(gathered, [name for of_step in names for name in of_step]))
+                batches = iter(self._make(segment, gathered, [name for of_step in names for name in of_step]))
                 return [
                     self._step_data(step, state, [next(batches) for _ in of_step])
                     for (step, state), of_step in zip(steps, names, strict=True)
@@ -238,7 +248,7 @@ class Loader:
         if self._any_remote:
             self._send_for({(source, block) for source, block in located[:, [0, 2]].tolist()} - bad)
         pack = self._pack_gathered if self._arenas else self._pack_rows
-        batches, masked_rows, found = pack(self._names(step, state), located, bad)
+        batches, masked_rows, found = pack(state.segment, self._names(step, state), located, bad)
         return self._step_data(step, state, batches, masked_rows, tuple(sorted(found)))
 
     def _step_data(
@@ -250,9 +260,10 @@ class Loader:
         corrupt: tuple[tuple[int, int], ...] = (),
     ) -> StepData:
         """One step's micro-batches, filled up with empty ones."""
-        every_rank = -(-(state.segment.global_batch_size // self._shape.rows) // self._world.size)
+        segment = state.segment
+        every_rank = -(-(segment.global_batch_size // segment.micro_batch_size) // self._world.size)
         if len(batches) < every_rank:
-            batches = batches + [empty_batch(self._shape)] * (every_rank - len(batches))
+            batches = batches + [empty_batch(self._shape(segment))] * (every_rank - len(batches))
         return StepData(
             step=step,
             batches=tuple(batches),
@@ -264,30 +275,41 @@ class Loader:
 
     def _names(self, step: int, state: DataState) -> list[tuple[int, int]]:
         """(step, number j) of this rank's micro-batches of a step."""
-        num_microbatches = state.segment.global_batch_size // self._shape.rows
+        num_microbatches = state.segment.global_batch_size // state.segment.micro_batch_size
         mine = range(self._world.rank, num_microbatches, self._world.size)
         return [(step, j) for j in mine]
 
-    def _make(self, gathered: GatheredRows, names: list[tuple[int, int]]) -> list[Batch]:
+    def _shape(self, segment: Segment) -> BatchShape:
+        """Of the micro-batches of a segment."""
+        rows, length = segment.micro_batch_size, segment.sequence_length
+        if (rows, length) not in self._shapes:
+            batch = self._config.batch.model_copy(update={"micro_batch_size": rows, "sequence_length": length})
+            self._shapes[rows, length] = batch_shape(self._config, self._sources[0].manifest, batch)
+        return self._shapes[rows, length]
+
+    def _make(self, segment: Segment, gathered: GatheredRows, names: list[tuple[int, int]]) -> list[Batch]:
         keyed = [(j, dropout_key(self._config.seed, step, j)) for step, j in names]
-        return self._causal.make(gathered, keyed)
+        shape = self._shape(segment)
+        if shape not in self._causal:
+            self._causal[shape] = CausalBatches(shape, self._byte_lengths)
+        return self._causal[shape].make(gathered, keyed)
 
     def _pack_gathered(
-        self, names: list[tuple[int, int]], located: I64, bad: set[tuple[int, int]]
+        self, segment: Segment, names: list[tuple[int, int]], located: I64, bad: set[tuple[int, int]]
     ) -> tuple[list[Batch], int, set[tuple[int, int]]]:
         """Micro-batches of plain text, their masked rows, blocks that were found corrupt."""
         may_mask = self._config.data.on_corrupt == "mask"
         masked = [{block for of_source, block in bad if of_source == index} for index in range(len(self._arenas))]
-        batches = self._make(self._gather(located, masked, may_mask=may_mask), names)
+        batches = self._make(segment, self._gather(segment, located, masked, may_mask=may_mask), names)
         all_masked = {(index, block) for index, blocks in enumerate(masked) for block in blocks}
         if not all_masked:
             return batches, 0, all_masked
         num_masked = sum((source, block) in all_masked for source, block in located[:, [0, 2]].tolist())
         return batches, num_masked, all_masked - bad
 
-    def _gather(self, located: I64, masked: list[set[int]], *, may_mask: bool) -> GatheredRows:
+    def _gather(self, segment: Segment, located: I64, masked: list[set[int]], *, may_mask: bool) -> GatheredRows:
         """The rows at these addresses [n, 4]; `masked` by source index, see `TokenArena.gather`."""
-        length, source = self._shape.sequence_length, located[:, 0]
+        length, source = segment.sequence_length, located[:, 0]
         if len(self._arenas) == 1:
             return self._arenas[0].gather(located[:, 2], located[:, 3], length, masked[0], may_mask=may_mask)
         parts = [np.flatnonzero(source == index) for index in range(len(self._arenas))]
@@ -299,31 +321,33 @@ class Loader:
         return GatheredRows(*(np.concatenate(arrays)[back] for arrays in zip(*of_sources, strict=True)))
 
     def _pack_rows(
-        self, names: list[tuple[int, int]], located: I64, bad: set[tuple[int, int]]
+        self, segment: Segment, names: list[tuple[int, int]], located: I64, bad: set[tuple[int, int]]
     ) -> tuple[list[Batch], int, set[tuple[int, int]]]:
         """As `_pack_gathered`, for any objective: row by row."""
-        rows = self._shape.rows
+        shape, rows = self._shape(segment), segment.micro_batch_size
         addresses = [RowAddress(*address) for address in located.tolist()]
         batches: list[Batch] = []
         masked_rows, found = 0, set[tuple[int, int]]()
         for position, (step, j) in enumerate(names):
+            keys = [row_key(self._config.seed, step, j, number) if self._is_random else 0 for number in range(rows)]
+            mine = addresses[position * rows : (position + 1) * rows]
             packed = [
-                self._row(address, bad, found, row_key(self._config.seed, step, j, number) if self._is_random else 0)
-                for number, address in enumerate(addresses[position * rows : (position + 1) * rows])
+                self._row(address, segment.sequence_length, bad, found, key)
+                for address, key in zip(mine, keys, strict=True)
             ]
             masked_rows += sum(row is None for row in packed)
             key = dropout_key(self._config.seed, step, j)
-            batches.append(make_batch(packed, self._shape, self._byte_lengths, index=j, key=key))
+            batches.append(make_batch(packed, shape, self._byte_lengths, index=j, key=key))
         return batches, masked_rows, found
 
     def _row(
-        self, address: RowAddress, bad: set[tuple[int, int]], found: set[tuple[int, int]], key: int
+        self, address: RowAddress, length: int, bad: set[tuple[int, int]], found: set[tuple[int, int]], key: int
     ) -> PackedRow | None:
         block = (address.source, address.block)
         if block in bad or block in found:
             return None
         try:
-            return self._sources[address.source].row(address.block, address.row, key)
+            return self._sources[address.source].row(address.block, address.row, key, length=length)
         except CorruptBlockError:
             if self._config.data.on_corrupt == "raise":
                 raise
@@ -333,15 +357,17 @@ class Loader:
     def _locate(self, state: DataState) -> I64:
         """Addresses [n, 4] of this rank's rows of a step. Steps ahead are located with it: 500 rows cost as much as
         one."""
-        started = state.started
+        started, segment = state.started, state.segment
         if started != self._located_in or state.next_row not in self._located:
-            rows, size = self._shape.rows, state.segment.global_batch_size
-            mine = np.arange(self._world.rank, size // rows, self._world.size, dtype=np.int64)
+            rows, size, parts = segment.micro_batch_size, segment.rows_per_step, segment.parts
+            mine = np.arange(self._world.rank, segment.global_batch_size // rows, self._world.size, dtype=np.int64)
             offsets = (mine[:, None] * rows + np.arange(rows)).ravel()
             count = offsets.size
             firsts = state.next_row + size * np.arange(max(1, _ROWS_LOCATED // max(count, 1)))
-            found = order_of(started, state.seed).place_rows((firsts[:, None] + offsets).ravel())
-            opened = np.array([self._source_index[source.name] for source in state.segment.sources])
+            found = order_of(started, state.seed).place_rows((firsts[:, None] + offsets // parts).ravel())
+            if parts > 1:
+                found[:, 3] = found[:, 3] * parts + np.tile(offsets % parts, firsts.size)
+            opened = np.array([self._source_index[source.name] for source in segment.sources])
             found[:, 0] = opened[found[:, 0]]  # a segment need not read all sources
             self._located_in = started
             self._located = {first: found[i * count : (i + 1) * count] for i, first in enumerate(firsts.tolist())}
@@ -354,12 +380,15 @@ class Loader:
 
     def _check_enough_rows(self) -> None:
         rows = {source.name: source.count_real_rows() for source in self._sources}
-        size = self._config.batch.global_batch_size
-        if sum(rows.values()) < size:
-            found = ", ".join(f"{name} {count}" for name, count in rows.items())
-            raise DataError(
-                f"batch.global_batch_size={size} is more than the {sum(rows.values())} rows of "
-                f"{self._config.batch.sequence_length} tokens that the sources hold ({found}). A step reads a global "
-                "batch without repeating a row. Set a smaller batch.global_batch_size or batch.sequence_length, or "
-                "add text."
-            )
+        longest = self._plan.base.row_tokens
+        for number, batch in enumerate(self._sections):
+            size, parts = batch.global_batch_size, longest // batch.sequence_length
+            if sum(rows.values()) * parts < size:
+                where = "batch" if number == 0 else f"data.stages.{number - 1}"
+                found = ", ".join(f"{name} {count * parts}" for name, count in rows.items())
+                raise DataError(
+                    f"{where}.global_batch_size={size} is more than the {sum(rows.values()) * parts} rows of "
+                    f"{batch.sequence_length} tokens that the sources hold ({found}). A step reads a global "
+                    f"batch without repeating a row. Set a smaller {where}.global_batch_size or batch.sequence_length, "
+                    "or add text."
+                )

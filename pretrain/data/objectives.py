@@ -57,18 +57,26 @@ class _Source:
     Attributes:
         field: the source in the config, for messages.
         special_ids: of the tokenizer by name; empty where the objective needs none.
+        row_tokens: S, tokens of text in a row.
     """
 
     config: RunConfig
     manifest: Manifest
     field: str
     special_ids: Mapping[str, int]
+    row_tokens: int
 
 
 def token_objective(
-    config: RunConfig, manifest: Manifest, field: str, special_ids: Mapping[str, int] | None = None
+    config: RunConfig,
+    manifest: Manifest,
+    field: str,
+    special_ids: Mapping[str, int] | None = None,
+    *,
+    row_tokens: int,
 ) -> TokenObjective:
-    """The objective of a run on one source. Pairs are packed as they are read, so theirs needs no rule here.
+    """The objective of a run on rows of one length of one source. Pairs are packed as they are read, without a
+    rule.
 
     Args:
         field: the source in the config, for messages.
@@ -79,8 +87,8 @@ def token_objective(
     """
     maker = _MAKERS.get(config.objective.kind)
     if maker is None:
-        return causal_objective(config.batch.sequence_length)
-    return TokenObjective(config.batch.sequence_length, maker(_Source(config, manifest, field, special_ids or {})))
+        return causal_objective(row_tokens)
+    return TokenObjective(row_tokens, maker(_Source(config, manifest, field, special_ids or {}, row_tokens)))
 
 
 def causal_objective(row_tokens: int) -> TokenObjective:
@@ -121,14 +129,14 @@ def _fill_in_the_middle(source: _Source) -> MakeRow:
 
 
 def _denoising(source: _Source) -> MakeRow:
-    config, objective = source.config, source.config.objective
+    objective = source.config.objective
     assert isinstance(objective, SpanCorruptionObjective | UL2Objective)
     weights = [d.weight for d in objective.denoisers.values()] if isinstance(objective, UL2Objective) else [1.0]
     denoisers = tuple(
         Denoiser(noise, weight, None if noise.mode is None else mode_id(source.special_ids, noise.mode))
         for noise, weight in zip(noises_of(objective), weights, strict=True)
     )
-    length = config.batch.sequence_length
+    length = source.row_tokens
     why = f"objective.kind={objective.kind} with batch.sequence_length={length}"
     sentinels = sentinel_ids(source.special_ids, most_sentinels(objective, length), why)
     rule = Corruption(

@@ -7,12 +7,13 @@ Invariants: what a row holds depends on nothing but the source and the shape of 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from pretrain.config.batches import batches_of, longest_batch
 from pretrain.config.capacity import row_capacity
-from pretrain.config.schema import RunConfig, SourceConfig
+from pretrain.config.schema import BatchConfig, RunConfig, SourceConfig
 from pretrain.data.batch import BatchShape
 from pretrain.data.blocks import BlockReader, PairBlock, TokenBlock
 from pretrain.data.cache import BlockCache
@@ -32,13 +33,20 @@ class SourceRows:
         reader: its blocks.
         shape: of the run's micro-batches.
         objective: what rows of plain text become; none means causal, at the shape's length.
+        shorter: the same for rows that are parts of those.
     """
 
     def __init__(
-        self, name: str, reader: BlockReader, shape: BatchShape, objective: TokenObjective | None = None
+        self,
+        name: str,
+        reader: BlockReader,
+        shape: BatchShape,
+        objective: TokenObjective | None = None,
+        shorter: Sequence[TokenObjective] = (),
     ) -> None:
         self.name, self.reader, self.manifest = name, reader, reader.manifest
         self._shape, self._objective = shape, objective or causal_objective(shape.sequence_length)
+        self._objectives = {one.row_tokens: one for one in (self._objective, *shorter)}
         self.rows_per_block = self.manifest.rows_per_block_at(self._objective.row_tokens)
 
     @property
@@ -59,25 +67,27 @@ class SourceRows:
         used = -(-int(ends[-1]) // (self.manifest.target_capacity or self.manifest.row_tokens)) if ends.size else 0
         return (self.manifest.blocks - 1) * self.rows_per_block + used
 
-    def row(self, block: int, row: int, key: int = 0) -> PackedRow:
+    def row(self, block: int, row: int, key: int = 0, *, length: int | None = None) -> PackedRow:
         """One row.
 
         Args:
             key: what is random in it follows this (objectives that are not random ignore it).
+            length: of the rows of the block that are counted; the longest if not given.
 
         Raises:
             CorruptBlockError, StoreError, DataError: see `BlockReader.read`.
         """
         content = self.reader.read(block)
         if isinstance(content, TokenBlock):
-            length = self._objective.row_tokens
+            objective = self._objectives[length or self._objective.row_tokens]
+            length = objective.row_tokens
             start = row * length
             ends = _within(content.ends, start, length)
             if self.manifest.row_tokens:  # whole documents, then the row's own padding
                 num_real = int(ends[-1]) if ends.size else 0
             else:
                 num_real = min(max(content.real_tokens - start, 0), length)
-            return self._objective.make(content.ids[start : start + length + 1], ends, num_real, key)
+            return objective.make(content.ids[start : start + length + 1], ends, num_real, key)
         source_length, target_length = self.manifest.source_capacity, self.manifest.target_capacity
         source, target = row * source_length, row * target_length
         source_ends = _within(content.source_ends, source, source_length)
@@ -127,6 +137,8 @@ def open_sources(
         special_ids = Tokenizer.load(config.tokenizer).special_ids
     cache = None if config.data.cache is None else BlockCache(config.data.cache, config.data.cache_bytes)
     kept_blocks = config.data.lanes * config.data.window_blocks + 2 if section == "sources" else 2
+    sections = batches_of(config.batch, config.data.stages)
+    lengths = sorted({batch.sequence_length for batch in sections}, reverse=True)
     opened = {}
     for name in sorted(named):
         field = f"data.{section}.{name}"
@@ -134,16 +146,22 @@ def open_sources(
         manifest = read_manifest(store)
         _check_fit(manifest, config, field, wanted)
         reader = BlockReader(store, manifest, name=name, kept_blocks=kept_blocks, cache=cache)
-        objective = token_objective(config, manifest, field, special_ids)
-        opened[name] = SourceRows(name, reader, batch_shape(config, manifest), objective)
+        objectives = [token_objective(config, manifest, field, special_ids, row_tokens=length) for length in lengths]
+        shape = batch_shape(config, manifest, longest_batch(config))
+        opened[name] = SourceRows(name, reader, shape, objectives[0], objectives[1:])
     return opened
 
 
-def batch_shape(config: RunConfig, manifest: Manifest) -> BatchShape:
-    """The shape of the run's micro-batches; the ids of padding and start are the tokenizer's."""
-    capacity = row_capacity(config.objective, config.batch, config.model.layout)
+def batch_shape(config: RunConfig, manifest: Manifest, batch: BatchConfig | None = None) -> BatchShape:
+    """The shape of micro-batches; the ids of padding and start are the tokenizer's.
+
+    Args:
+        batch: the section that holds then; `config.batch` if not given.
+    """
+    batch = batch or config.batch
+    capacity = row_capacity(config.objective, batch, config.model.layout)
     return BatchShape(
-        rows=config.batch.micro_batch_size,
+        rows=batch.micro_batch_size,
         sequence_length=capacity.target,
         source_length=capacity.source,
         pad_id=manifest.pad_id,
@@ -169,7 +187,8 @@ def _check_fit(manifest: Manifest, config: RunConfig, field: str, tokenizer_sha2
             f"model.vocabulary_size={config.model.vocabulary_size} is below the {manifest.vocabulary_size} of {field}. "
             f"Every id needs an embedding. Set model.vocabulary_size={manifest.vocabulary_size} or more."
         )
-    manifest.rows_per_block_at(config.batch.sequence_length)
+    for batch in batches_of(config.batch, config.data.stages):
+        manifest.rows_per_block_at(batch.sequence_length)
     if manifest.kind == "pairs" and config.batch.source_length != manifest.source_capacity:
         raise DataError(
             f"batch.source_length={config.batch.source_length} does not fit {field}. The writer packed its pairs for "

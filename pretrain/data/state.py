@@ -16,7 +16,7 @@ from typing import Any
 
 from pretrain.errors import DataError
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,38 @@ class SegmentSource:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """How rows are read from `first_row` until the next segment."""
+    """How rows are read from `first_row` until the next segment.
+
+    Attributes:
+        global_batch_size, micro_batch_size: in rows of `sequence_length` tokens.
+        row_tokens: tokens of a global row, the run's longest; shorter rows are its parts, one after the other, so that
+            a change of length moves no row.
+    """
 
     first_row: int
     global_batch_size: int
+    micro_batch_size: int
     lanes: int
     window_blocks: int
     sequence_length: int
+    row_tokens: int
     source_length: int | None
     sources: tuple[SegmentSource, ...]
+
+    @property
+    def parts(self) -> int:
+        """Rows of `sequence_length` in a global row."""
+        return self.row_tokens // self.sequence_length
+
+    @property
+    def rows_per_step(self) -> int:
+        """Global rows that an optimizer step takes."""
+        return self.global_batch_size // self.parts
+
+    @property
+    def slots_per_step(self) -> int:
+        """Token slots of an optimizer step."""
+        return self.global_batch_size * self.sequence_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +108,7 @@ class DataState:
     @property
     def step_rows(self) -> range:
         """Global rows of the next step."""
-        return range(self.next_row, self.next_row + self.segment.global_batch_size)
+        return range(self.next_row, self.next_row + self.segment.rows_per_step)
 
     def advance(self, rows: int) -> DataState:
         """The state after `rows` more rows, past any skip that begins there.
@@ -108,7 +131,7 @@ class DataState:
         Raises:
             DataError: the range is empty, begins in the past, or not at a step boundary.
         """
-        size = self.segment.global_batch_size
+        size = self.segment.rows_per_step
         if not self.next_row <= first_row < end_row or (first_row - self.next_row) % size:
             raise DataError(
                 f"data.skips=[{first_row}, {end_row}) does not fit. A skip is not empty and begins at a step boundary, "
@@ -180,12 +203,15 @@ def _whole(value: Any) -> int:
 
 def _segment(body: Mapping[str, Any]) -> Segment:
     source_length = body["source_length"]
+    numbers = {
+        name: _whole(body[name])
+        for name in (
+            *("first_row", "global_batch_size", "micro_batch_size", "lanes", "window_blocks", "sequence_length"),
+            "row_tokens",
+        )
+    }
     return Segment(
-        first_row=_whole(body["first_row"]),
-        global_batch_size=_whole(body["global_batch_size"]),
-        lanes=_whole(body["lanes"]),
-        window_blocks=_whole(body["window_blocks"]),
-        sequence_length=_whole(body["sequence_length"]),
+        **numbers,
         source_length=None if source_length is None else _whole(source_length),
         sources=tuple(
             SegmentSource(

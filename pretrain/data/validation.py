@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrain.config.batches import longest_batch
 from pretrain.config.schema import RunConfig
 from pretrain.data.batch import empty_batch, make_batch
 from pretrain.data.blocks import CorruptBlockError
@@ -55,7 +56,7 @@ class ValidationSet:
         self.name = source.name
         self._source, self._byte_lengths, self._world = source, byte_lengths, world
         self._masks = config.data.on_corrupt == "mask"
-        self._shape = batch_shape(config, source.manifest)
+        self._shape = batch_shape(config, source.manifest, longest_batch(config))  # the same all through the run
         self.num_rows = min(source.count_real_rows(), config.eval.max_rows or source.num_rows)
         self._num_microbatches = -(-self.num_rows // self._shape.rows)
         self.num_batches = -(-self._num_microbatches // world.size)

@@ -46,7 +46,13 @@ from pretrain.engine.state import (
     probe_optimizer,
     share_of_replicated,
 )
-from pretrain.engine.zero import accumulation_steps, clips_itself, deepspeed_config, sharing_ranks
+from pretrain.engine.zero import (
+    accumulation_steps,
+    clips_itself,
+    deepspeed_config,
+    most_accumulated,
+    sharing_ranks,
+)
 from pretrain.errors import PretrainError
 from pretrain.loss.sums import LossSums
 from pretrain.optim.groups import parameter_groups
@@ -72,7 +78,7 @@ class Engine:
     """One model, its optimizer and its sharding on this rank.
 
     Attributes:
-        accumulation_steps: micro-batches of this rank per step, empty ones included.
+        accumulation_steps: micro-batches of this rank in this step, empty ones included; see `begin_step`.
         deepspeed_engine: for benchmarks; nobody else calls it.
         forward_s: wall seconds of all forward passes so far: on CPU and at ZeRO stages 0 to 2 this rank's own work;
             at stage 3 it holds waits for weights, on CUDA it is the time to launch the kernels.
@@ -84,7 +90,9 @@ class Engine:
         Raises:
             PretrainError: DeepSpeed understood the config otherwise than it was meant.
         """
+        largest = most_accumulated(config, world.size)
         self.accumulation_steps = accumulation_steps(config.batch, world.size)
+        self._divisor = accumulation_steps(largest, world.size)
         self._world, self._config, self._device = world, config.engine, device
         self._clipping = config.optimizer.gradient_clipping
         self._clips_itself = clips_itself(config.engine)
@@ -105,7 +113,7 @@ class Engine:
         self._groups = group_of_each(model, optimizer, self._buffers)
         if sharing > 1:
             mark_group(optimizer, sharing)
-        settings = deepspeed_config(config.engine, config.batch, config.optimizer, world.size)
+        settings = deepspeed_config(config.engine, largest, config.optimizer, world.size)
         with collective("deepspeed initialize"), silenced():
             self.deepspeed_engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         if sharing > 1:
@@ -122,6 +130,16 @@ class Engine:
         return module
 
     # --------------------------------------------------------------------------------------- training
+
+    def begin_step(self, micro_batches: int) -> None:
+        """Says how many micro-batches of this rank the next step has. No collective.
+
+        Raises:
+            RuntimeError: another step has begun, or the config has no step with so many.
+        """
+        if self._microstep or not 1 <= micro_batches <= self._divisor:
+            raise RuntimeError(f"a step of {micro_batches} micro-batches after {self._microstep} of another")
+        self.accumulation_steps = micro_batches
 
     def micro_step(self, batch: Batch, *, global_target_tokens: int) -> LossSums:
         """Forward and backward of one micro-batch; gives its detached sums.
@@ -147,7 +165,7 @@ class Engine:
             sums: LossSums = engine(batch)
             self.forward_s += time.perf_counter() - started
             # DeepSpeed divides by the ranks (gradient average) and by the accumulation steps (backward).
-            scale = self._world.size * self.accumulation_steps / max(1, global_target_tokens)
+            scale = self._world.size * self._divisor / max(1, global_target_tokens)
             engine.backward(sums.objective * scale)
             if last and self._reduction is not None:
                 self._reduction.close()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pretrain.config.schema import BatchConfig, EngineConfig, OptimizerConfig
+from pretrain.config.batches import batches_of
+from pretrain.config.schema import BatchConfig, EngineConfig, OptimizerConfig, RunConfig
 
 
 def accumulation_steps(batch: BatchConfig, world_size: int) -> int:
@@ -23,6 +24,13 @@ def accumulation_steps(batch: BatchConfig, world_size: int) -> int:
 def sharing_ranks(engine: EngineConfig, world_size: int) -> int:
     """How many ranks share experts, of so many: what is configured, or its largest divisor that they allow."""
     return math.gcd(engine.expert_parallel_size, world_size)
+
+
+def most_accumulated(config: RunConfig, world_size: int) -> BatchConfig:
+    """The batch section with the most micro-batches a step: DeepSpeed is told of it and divides by its number always;
+    steps with fewer need no word to it."""
+    sections = batches_of(config.batch, config.data.stages)
+    return max(sections, key=lambda batch: accumulation_steps(batch, world_size))
 
 
 def deepspeed_config(

@@ -62,12 +62,22 @@ class Throughput:
         self._window_excluded_s = 0.0
         self._window_steps = 0
         self._window_tokens = 0
+        self._window_flops = 0.0
+        self._settled_flops = 0.0  # of the steps after the first
         self._steps = 0
         self._settled_at: float | None = None  # end of the first step: later ones are typical, that one is not
         self._last_step_at: float | None = None
 
-    def finish_step(self, target_tokens: int) -> None:
-        """Counts one optimizer step with its global number of targets."""
+    def finish_step(self, target_tokens: int, *, flops: int | float | None = None) -> None:
+        """Counts one optimizer step with its global number of targets.
+
+        Args:
+            flops: model FLOPs of this step where steps differ.
+        """
+        flops = self._flops_per_step if flops is None else flops
+        self._window_flops += flops
+        if self._settled_at is not None:
+            self._settled_flops += flops
         self._steps += 1
         self._window_steps += 1
         self._window_tokens += target_tokens
@@ -84,29 +94,34 @@ class Throughput:
         finally:
             self._window_excluded_s += self._clock() - start
 
-    def rates(self, step: int) -> Rates:
+    def rates(self, step: int, *, flops_left: int | float | None = None) -> Rates:
         """Rates of the steps since the last call.
 
         Args:
             step: optimizer steps done in the whole run.
+            flops_left: model FLOPs of all steps to come where steps differ.
         """
         now = self._clock()
         seconds = now - self._window_start - self._window_excluded_s
-        steps, tokens = self._window_steps, self._window_tokens
+        steps, tokens, flops = self._window_steps, self._window_tokens, self._window_flops
         self._window_start, self._window_excluded_s = now, 0.0
         self._window_steps = self._window_tokens = 0
+        self._window_flops = 0.0
         if steps == 0 or seconds <= 0:
-            return Rates(None, None, None, self._eta_s(step, None))
+            return Rates(None, None, None, self._eta_s(step, None, flops_left))
         step_s = seconds / steps
         mfu = None
         if self._peak_flops:
-            mfu = self._flops_per_step / (step_s * self._peak_flops)
-        return Rates(step_s, tokens / seconds, mfu, self._eta_s(step, step_s))
+            mfu = flops / (seconds * self._peak_flops)
+        return Rates(step_s, tokens / seconds, mfu, self._eta_s(step, step_s, flops_left))
 
-    def _eta_s(self, step: int, step_s: float | None) -> float | None:
+    def _eta_s(self, step: int, step_s: float | None, flops_left: int | float | None) -> float | None:
         left = self._total_steps - step
         if left <= 0:
             return 0.0
         if self._steps >= 2 and self._settled_at is not None and self._last_step_at is not None:
-            return left * (self._last_step_at - self._settled_at) / (self._steps - 1)
+            seconds = self._last_step_at - self._settled_at
+            if flops_left is not None and self._settled_flops:
+                return flops_left * seconds / self._settled_flops
+            return left * seconds / (self._steps - 1)
         return None if step_s is None else left * step_s

@@ -19,6 +19,8 @@ from pretrain.checkpoint.interval import FailureRate, count_failures
 from pretrain.config import RunConfig
 from pretrain.config.capacity import model_batch
 from pretrain.data.loader import Loader, open_loader
+from pretrain.data.segments import steps_by_segment
+from pretrain.data.state import Segment
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.validation import ValidationSet, open_validation
 from pretrain.engine.distributed import vote
@@ -86,6 +88,7 @@ class Training:
     throughput: Throughput
     own_work: OwnWork
     save_stall_s: float = field(default=0.0)
+    _flops: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def restore(self) -> TrainingState:
         """The state to go on from: the newest good checkpoint's, or the start of the run. A collective."""
@@ -110,6 +113,20 @@ class Training:
             peak_flops=peak and peak * self.place.world.size,
             total_steps=self.config.schedule.total_steps,
         )
+
+    def flops_of(self, segment: Segment) -> int:
+        """Model FLOPs of a step of this segment, all ranks together."""
+        shape = segment.global_batch_size, segment.sequence_length
+        if shape not in self._flops:
+            named = {"global_batch_size": shape[0], "sequence_length": shape[1]}
+            batch = model_batch(self.config, self.config.batch.model_copy(update=named))
+            self._flops[shape] = training_flops_per_step(self.config.model, batch)
+        return self._flops[shape]
+
+    def flops_left(self, state: TrainingState) -> int:
+        """Model FLOPs of the steps to come."""
+        left = steps_by_segment(state.data, state.step, self.config.schedule.total_steps)
+        return sum(steps * self.flops_of(segment) for segment, steps in left)
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Hands a record to every sink; only rank 0 has any."""

@@ -49,7 +49,7 @@ def train(training: Training) -> ExitCode:
         record = _optimize(training, state, data, agreed, data_wait_s)
         before, after = state, training.loader.next_state(state.data)
         state = state.after(after, target_tokens=agreed.target_tokens, applied=record.outcome.applied)
-        training.throughput.finish_step(agreed.target_tokens)
+        training.throughput.finish_step(agreed.target_tokens, flops=training.flops_of(before.data.segment))
 
         last = state.step == config.schedule.total_steps
         if last or state.step % config.metrics.log_every_steps == 0 or not record.outcome.applied:
@@ -127,6 +127,7 @@ def _compute(
     training: Training, state: TrainingState, data: StepData, agreed: Agreement, data_wait_s: float
 ) -> StepRecord:
     total = torch.zeros(3, dtype=torch.float64, device=training.place.device)
+    training.engine.begin_step(len(data.batches))
     for batch in data.batches:
         sums = training.engine.micro_step(batch.to(training.place.device), global_target_tokens=agreed.target_tokens)
         training.place.heartbeat.phase("step", state.step)

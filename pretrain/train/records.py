@@ -65,6 +65,6 @@ def log_step(training: Training, state: TrainingState, record: StepRecord) -> No
             "masked_rows": record.agreed.masked_rows,
             "data_digest": f"{record.agreed.data_digest:012x}",
             "data_wait_s": record.data_wait_s,
-            **training.throughput.rates(state.step).to_record(),
+            **training.throughput.rates(state.step, flops_left=training.flops_left(state)).to_record(),
         }
     )

@@ -205,7 +205,7 @@ def test_a_resume_with_other_data_seed_or_layout_is_refused_by_name(root: Path) 
         (two(root, seed=8), r"seed=8 is not the checkpoint's 7\. .* Set seed=7"),
         (two(root, data__lanes=4), r"data\.lanes=4 is not the checkpoint's 2"),
         (two(root, data__window_blocks=1), r"data\.window_blocks=1 is not"),
-        (two(root, batch__sequence_length=8), r"batch\.sequence_length=8 is not"),
+        (two(root, batch__sequence_length=32), r"batch\.sequence_length=32 is not"),
         (swapped, r"data\.sources\.a holds other data \(manifest "),
         (renamed, r"data\.sources\.b is gone"),
     ):

@@ -12,7 +12,7 @@ from pretrain.data.prefetch import Prefetcher
 from pretrain.data.state import DataState, Segment
 from pretrain.errors import DataError, StoreError
 
-START = DataState(0, 1, (Segment(0, 1, 1, 1, 1, None, ()),))
+START = DataState(0, 1, (Segment(0, 1, 1, 1, 1, 1, 1, None, ()),))
 
 
 def following(state: DataState) -> DataState:

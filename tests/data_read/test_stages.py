@@ -26,7 +26,7 @@ from tests.data_read.corpus import BYTE_LENGTHS, EOS, run_config, write_tokenize
 
 def base(blocks: dict[str, int], *, size: int = 8, lanes: int = 4, rows: int = 4) -> Segment:
     sources = tuple(SegmentSource(name, f"hash-{name}", 1.0, count, rows) for name, count in sorted(blocks.items()))
-    return Segment(0, size, lanes, 1, 16, None, sources)
+    return Segment(0, size, 1, lanes, 1, 16, 16, None, sources)
 
 
 def fresh(seed: int = 3) -> DataState:

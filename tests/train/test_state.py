@@ -10,7 +10,7 @@ from pretrain.train.state import TrainingState
 
 def _data(next_row: int) -> DataState:
     source = SegmentSource("text", "0" * 64, weight=1.0, num_blocks=2, rows_per_block=32)
-    return DataState(next_row=next_row, seed=3, segments=(Segment(0, 8, 4, 2, 32, None, (source,)),))
+    return DataState(next_row=next_row, seed=3, segments=(Segment(0, 8, 2, 4, 2, 32, 32, None, (source,)),))
 
 
 def test_steps_tokens_and_skips_are_counted():
