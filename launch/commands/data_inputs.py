@@ -23,6 +23,16 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
                         help="field to keep with every document; may be given again")  # fmt: skip
     parser.add_argument("--source-field", metavar="FIELD", help="field of the source side of pairs")
     parser.add_argument("--target-field", metavar="FIELD", help="field of the target side of pairs")
+    parser.add_argument("--messages-field", metavar="FIELD",
+                        help="field of a list of {role, content}; what the trained roles say is a target")  # fmt: skip
+    parser.add_argument("--train-role", metavar="ROLE", action="append", default=[],
+                        help="role whose messages are targets (default assistant); may be given again")  # fmt: skip
+    parser.add_argument("--message-template", metavar="TEXT", type=_unescaped, default=None,
+                        help=r"how a message becomes text (default '{role}: {content}\n\n')")  # fmt: skip
+    parser.add_argument("--prompt-field", metavar="FIELD", help="field of a text that is given, not trained")
+    parser.add_argument("--completion-field", metavar="FIELD", help="field of the text behind it, which is trained")
+    parser.add_argument("--spans-field", metavar="FIELD",
+                        help="field of [[first, end], ...] characters of the text; only these are trained")  # fmt: skip
     parser.add_argument("--max-bytes", type=size, metavar="SIZE",
                         help="keep the documents with the smallest content hash that fit, such as 24MB")  # fmt: skip
     parser.add_argument("--invalid-utf8", choices=("fail", "skip"), default="fail",
@@ -43,7 +53,30 @@ def source_spec(args: argparse.Namespace) -> Any:
         skip_invalid=args.invalid_utf8 == "skip",
         id_field=args.id_field,
         keep_fields=tuple(args.keep),
+        trained=_trained_parts(args),
     )
+
+
+def _trained_parts(args: argparse.Namespace) -> Any:
+    """What the options say of trained parts; None if nothing. Raises DataError on options that do not go together."""
+    from pretrain.data.trained_parts import DEFAULT_TEMPLATE, TrainedParts
+    from pretrain.errors import DataError
+
+    named = {name: getattr(args, f"{name}_field") for name in ("messages", "prompt", "completion", "spans")}
+    if args.messages_field is None and (args.train_role or args.message_template is not None):
+        raise DataError(
+            "train_role and message_template have no effect without messages. They say what of a conversation is "
+            "trained. Give --messages-field, or leave them out."
+        )
+    if not any(named.values()):
+        return None
+    template = DEFAULT_TEMPLATE if args.message_template is None else args.message_template
+    return TrainedParts(**named, roles=tuple(args.train_role) or ("assistant",), template=template)
+
+
+def _unescaped(text: str) -> str:
+    r"""`\n` and `\t` as a shell's user writes them."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def size(text: str) -> int:

@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pretrain.data.cache import BlockCache
 from pretrain.data.checksum import crc32
@@ -45,11 +46,12 @@ _REMOTE_CHECKS = 16  # parallel size checks of a remote source
 
 
 class TokenBlock(NamedTuple):
-    """`ids` [block_tokens + 1], ascending document `ends`, tokens before padding."""
+    """`ids` [block_tokens + 1], ascending document `ends`, tokens before padding, which ids are targets (None: all)."""
 
     ids: Ids
     ends: I64
     real_tokens: int
+    trained: NDArray[np.uint8] | None = None
 
 
 class PairBlock(NamedTuple):
@@ -295,12 +297,15 @@ class BlockReader:
             shard, row = self.locate(block)
             real_tokens = self._index(shard).real_tokens(row)
             last_end = int(ends[-1]) if ends.size else 0
+            trained = np.frombuffer(payloads[2], dtype=np.uint8) if manifest.masked else None
+            if trained is not None and (trained.size != ids.size or int(trained.max()) > 1):
+                raise self._unfit(block, f"a mask of {trained.size} values up to {int(trained.max())}")
             if manifest.row_tokens:  # every row has its own padding
-                return TokenBlock(ids, ends, real_tokens)
+                return TokenBlock(ids, ends, real_tokens, trained)
             is_padded = real_tokens < manifest.block_tokens  # only behind the end of a document
             if real_tokens > manifest.block_tokens or last_end > real_tokens or (is_padded and last_end != real_tokens):
                 raise self._unfit(block, f"real_tokens={real_tokens} with a last document end at {last_end}")
-            return TokenBlock(ids, ends, real_tokens)
+            return TokenBlock(ids, ends, real_tokens, trained)
         source_slots = manifest.rows_per_block * manifest.source_capacity
         target_slots = manifest.rows_per_block * manifest.target_capacity
         source_ids, source_ends = self._side(block, payloads[0], payloads[1], source_slots, source_slots)

@@ -234,6 +234,7 @@ class _Build:
                 "deduplicate": self._options.deduplicate,
                 "limit": self._limit(reading),
                 "pairs": self._options.source.pairs,
+                "masked": self._options.source.trained is not None,
                 "dtype": "<" + plan.headers["train"].dtype,
                 "range_bytes": self._budget(RANGE_BYTES),
                 "reading": _summed(reading) | {"counts": self._counts.to_json()},

@@ -129,12 +129,15 @@ def header_of(options: BuildOptions, tokenizer: Tokenizer, split: str) -> Manife
         start_id=tokenizer.start_id,
         block_tokens=0 if pairs else options.block_tokens,
         row_tokens=options.row_tokens,
+        masked=source.trained is not None,
         rows_per_block=options.rows_per_block if pairs else 0,
         source_capacity=options.source_length,
         target_capacity=options.target_length,
         options={
             "source": {
-                name: list(value) if isinstance(value, tuple) else value for name, value in asdict(source).items()
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in asdict(source).items()
+                if name != "trained" or value is not None
             },
             "split": split,
             "validation_fraction": options.validation_fraction,

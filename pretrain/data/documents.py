@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pretrain.data.format import document_id
+from pretrain.data.trained_parts import TrainedParts, pack_lengths
 from pretrain.errors import DataError
 
 Format = Literal["auto", "text", "jsonl", "parquet", "arrow", "tar"]
@@ -30,6 +31,7 @@ class Document(NamedTuple):
         origin: path or URL of its file.
         line: place in the file, from 1: line (jsonl), row (tables), sample (tar); 0 for a whole file.
         metadata: the fields that the spec keeps, None if there are none.
+        trained: which bytes of the text are targets, see `trained_parts.pack_lengths`; None: all.
     """
 
     id: str
@@ -38,6 +40,7 @@ class Document(NamedTuple):
     origin: str
     line: int
     metadata: dict[str, Any] | None = None
+    trained: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class SourceSpec:
         skip_invalid: files and lines that are not UTF-8 are skipped and counted instead of an error.
         id_field: field of a document's id; records without it are named by file and line.
         keep_fields: fields that go into the provenance of every document that has them.
+        trained: which parts of a document are targets; None: all of it.
     """
 
     inputs: tuple[str, ...]
@@ -64,12 +68,18 @@ class SourceSpec:
     skip_invalid: bool = False
     id_field: str = DEFAULT_ID_FIELD
     keep_fields: tuple[str, ...] = ()
+    trained: TrainedParts | None = None
 
     def __post_init__(self) -> None:
         if (self.source_field is None) != (self.target_field is None):
             raise DataError(
                 "source_field and target_field go together. A pair has two sides. "
                 "Give both --source-field and --target-field, or neither."
+            )
+        if self.pairs and self.trained is not None:
+            raise DataError(
+                "source_field with trained parts is not supported. Of a pair the whole target is trained, nothing of "
+                "its source. Leave out --source-field and --target-field, or the fields of the trained parts."
             )
 
     @property
@@ -81,6 +91,8 @@ class SourceSpec:
         """The fields that must hold text: one, or the two sides of a pair."""
         if self.source_field is not None and self.target_field is not None:
             return self.source_field, self.target_field
+        if self.trained is not None and self.trained.spans is None:
+            return self.trained.text_fields
         return (self.text_field,)
 
 
@@ -156,8 +168,20 @@ class DocumentMaker:
 
     def from_record(self, record: Mapping[str, Any], where: str, line: int, own_id: str | None = None) -> Document:
         """The document of a record with text fields. Raises DataError as `text_of`."""
+        if self.spec.trained is not None:
+            text = None if self.spec.trained.spans is None else self.text_of(record, self.spec.text_field, where)
+            return self.marked_document(text, record, where, line, own_id)
         text, *rest = (self.text_of(record, name, where) for name in self.spec.text_fields)
         return self.document(text, rest[0] if rest else None, line, record, own_id)
+
+    def marked_document(
+        self, text: str | None, record: Mapping[str, Any], where: str, line: int, own_id: str | None = None
+    ) -> Document:
+        """The document of a record that says which parts are trained. Raises DataError as `TrainedParts.parts`."""
+        assert self.spec.trained is not None
+        parts = self.spec.trained.parts(record, text, self.text_of, where)
+        whole = "".join(part for part, _ in parts)
+        return self.document(whole, None, line, record, own_id)._replace(trained=pack_lengths(parts))
 
     def document(
         self, text: str, target: str | None, line: int, record: Mapping[str, Any], own_id: str | None = None

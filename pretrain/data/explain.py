@@ -36,6 +36,7 @@ class DocumentPart:
         text: of the part; invalid UTF-8 at a cut shows as U+FFFD.
         source_text: of the source side (pairs only).
         metadata: the fields that the build was told to keep (`--keep`).
+        trained_tokens: tokens that are targets, where the source says so; None: all but the document's first.
     """
 
     id: str
@@ -47,6 +48,7 @@ class DocumentPart:
     text: str
     source_text: str | None = None
     metadata: dict[str, Any] | None = None
+    trained_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ def format_explanations(explanations: Sequence[RowExplanation], *, characters: i
             name = "" if part.id in (where, part.origin) else f" [{part.id}]"
             cut = "" if part.begins and part.ends else " (a part)"
             kept = "".join(f" {key}={value}" for key, value in (part.metadata or {}).items())
-            lines.append(f"  {where}{name}, {part.num_tokens} tokens{cut}{kept}")
+            marked = "" if part.trained_tokens is None else f", {part.trained_tokens} trained"
+            lines.append(f"  {where}{name}, {part.num_tokens} tokens{marked}{cut}{kept}")
             if part.source_text is not None:
                 lines.append(f"    > {_shortened(part.source_text, characters)}")
             lines.append(f"    {_shortened(part.text, characters)}")
@@ -196,6 +199,7 @@ def _documents(
     content = source.reader.read(address.block)
     provenance, continued = source.reader.provenance(address.block)
     packed = source.manifest.packed  # such rows are never cut
+    marks = content.trained if isinstance(content, TokenBlock) else None
     if isinstance(content, TokenBlock):
         ids, ends, capacity = content.ids, content.ends, sequence_length
         real = content.real_tokens
@@ -224,6 +228,7 @@ def _documents(
                 text=tokenizer.decode(ids[first:until]),
                 source_text=_source_text(content, source, address, len(parts), tokenizer),
                 metadata=origin.metadata,
+                trained_tokens=None if marks is None else int(marks[first:until].sum()),
             )
         )
         first, number = until, number + 1

@@ -3,7 +3,7 @@
 Takes a store that holds a source -> gives a checked `Manifest` and, per shard, a `ShardIndex`.
 
     SOURCE/manifest.json     counts, layout, tokenizer, per shard sizes and hashes, sha256 of itself
-    SOURCE/00000.tar         per block: NNNNNNNN.tok.u2 NNNNNNNN.end.u4 NNNNNNNN.json   (kind tokens)
+    SOURCE/00000.tar         per block: NNNNNNNN.tok.u2 NNNNNNNN.end.u4 [NNNNNNNN.mask.u1] NNNNNNNN.json   (kind tokens)
                              NNNNNNNN.{src.u2,src.end.u4,tgt.u2,tgt.end.u4,json}        (kind pairs)
     (rows of whole documents: kind tokens with `row_tokens`, a row's padding behind its last document)
     SOURCE/00000.tar.idx     int64 table, a row per block: block, real tokens, then offset, length, crc32 per member
@@ -48,10 +48,10 @@ def shard_name(number: int) -> str:
     return f"{number:05d}.tar"
 
 
-def member_suffixes(kind: Kind, dtype: TokenDtype) -> tuple[str, ...]:
+def member_suffixes(kind: Kind, dtype: TokenDtype, *, masked: bool = False) -> tuple[str, ...]:
     """Names of a block's tar members after `NNNNNNNN.`, in the order of tar and index; JSON last."""
     if kind == "tokens":
-        return (f"tok.{dtype}", f"end.{END_DTYPE}", "json")
+        return (f"tok.{dtype}", f"end.{END_DTYPE}", *(("mask.u1",) if masked else ()), "json")
     return (f"src.{dtype}", f"src.end.{END_DTYPE}", f"tgt.{dtype}", f"tgt.end.{END_DTYPE}", "json")
 
 
@@ -86,6 +86,7 @@ class Manifest:
     Attributes:
         block_tokens: tokens of a block (kind tokens), else 0.
         row_tokens: slots of a row of whole documents (kind tokens), 0 where documents are cut at block ends.
+        masked: blocks say which tokens are targets (kind tokens): uint8, as many as ids; left out of the JSON if False.
         rows_per_block, source_capacity, target_capacity: layout of a block (kind pairs), else 0.
         tokens: real tokens, end-of-document ids included, padding not; target tokens for pairs.
         source_tokens: real source tokens (pairs), else 0.
@@ -106,6 +107,7 @@ class Manifest:
     start_id: int
     block_tokens: int = 0
     row_tokens: int = 0
+    masked: bool = False
     rows_per_block: int = 0
     source_capacity: int = 0
     target_capacity: int = 0
@@ -135,7 +137,7 @@ class Manifest:
     @property
     def members(self) -> tuple[str, ...]:
         """Suffixes of a block's members, in index order."""
-        return member_suffixes(self.kind, self.dtype)
+        return member_suffixes(self.kind, self.dtype, masked=self.masked)
 
     def rows_per_block_at(self, sequence_length: int) -> int:
         """B, the rows that a block gives at this (target) sequence length.
@@ -180,6 +182,8 @@ class Manifest:
         """All fields but `sha256`, as JSON has them."""
         values = asdict(self)
         del values["sha256"]
+        if not self.masked:
+            del values["masked"]
         values["shards"] = [dict(shard) for shard in values["shards"]]
         return values
 
@@ -215,6 +219,7 @@ class Manifest:
                 "Use the version of pretrain that built the source, or rebuild it."
             )
         names = {item.name for item in fields(cls)} - {"sha256"}
+        values.setdefault("masked", False)
         if values.keys() != names:
             odd = ", ".join(sorted(values.keys() ^ names))
             raise DataError(f"{where} is damaged: fields missing or unknown: {odd}. {remedy}")

@@ -104,7 +104,7 @@ class Loader:
         self._arenas = [
             TokenArena(source.reader, config.data.lanes * config.data.window_blocks + 2)
             for source in sources
-            if config.objective.kind == "causal_lm"
+            if config.objective.kind == "causal_lm" and not any(one.manifest.masked for one in sources)
         ]
         self._causal: dict[BatchShape, CausalBatches] = {}
         self._located: dict[int, I64] = {}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pretrain.data.trained_parts import split_marks, with_marks
 from pretrain.store import Store
 
 _HEADER_BYTES = 1024
@@ -41,6 +42,7 @@ class Part:
 
     Attributes:
         lengths, ids: of the (target) side, each document with its eos.
+        trained: uint8 per id, whether it is a target; empty where all are.
         source_lengths, source_ids: of the source side (pairs), else empty.
         text_bytes: int64 per document, both sides.
         origin: per document, an index in `origins`.
@@ -53,6 +55,7 @@ class Part:
     source_lengths: np.ndarray
     numbers: np.ndarray
     ids: np.ndarray
+    trained: np.ndarray
     source_ids: np.ndarray
     text_bytes: np.ndarray
     origin: np.ndarray
@@ -80,6 +83,10 @@ class Part:
             for name, dtype, count, offset in _layout(data[:_HEADER_BYTES])
         }
         return cls(**{name: values[name] for name in _ARRAYS}, origins=json.loads(values["origins"].tobytes()))
+
+    def marked_ids(self) -> np.ndarray:
+        """Ids, with marks where the part says what is trained; see `trained_parts.with_marks`."""
+        return with_marks(self.ids, self.trained) if len(self.trained) else self.ids
 
     def rests(self) -> list[bytes]:
         """`rest` by document."""
@@ -119,14 +126,18 @@ def _layout(line: bytes) -> list[tuple[str, str, int, int]]:
 class PartBuilder:
     """Collects documents batch by batch; `build` gives the part of all of them."""
 
-    def __init__(self, dtype: str) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: str, *, masked: bool = False) -> None:
+        """
+        Args:
+            masked: ids come with marks of what is trained, see `trained_parts.with_marks`.
+        """
+        self._dtype, self._masked = dtype, masked
         self.clear()
 
     def clear(self) -> None:
         """Begins another part."""
         self._arrays: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("lengths", "ids", "source_lengths", "source_ids")
+            name: [] for name in ("lengths", "ids", "trained", "source_lengths", "source_ids")
         }
         self._text_bytes: list[int] = []
         self._origin: list[int] = []
@@ -147,11 +158,16 @@ class PartBuilder:
         text_bytes: Sequence[int],
         *,
         source: tuple[np.ndarray, np.ndarray] | None = None,
+        trained: np.ndarray | None = None,
         numbers: Sequence[int] = (),
     ) -> None:
-        """Appends documents; `source` is (ids, lengths) of their source sides."""
+        """Appends documents; `source` is (ids, lengths) of their source sides, `trained` says which ids are targets."""
+        if self._masked:
+            ids, trained = split_marks(ids)
         self._arrays["ids"].append(ids.astype(self._dtype))
         self._arrays["lengths"].append(lengths)
+        if trained is not None:
+            self._arrays["trained"].append(trained)
         if source is not None:
             self._arrays["source_ids"].append(source[0].astype(self._dtype))
             self._arrays["source_lengths"].append(source[1])
@@ -172,6 +188,7 @@ class PartBuilder:
             source_lengths=joined("source_lengths", "<i8"),
             numbers=np.array(self._numbers, dtype="<i8"),
             ids=joined("ids", self._dtype),
+            trained=joined("trained", "u1"),
             source_ids=joined("source_ids", self._dtype),
             text_bytes=np.array(self._text_bytes, dtype="<i8"),
             origin=np.array(self._origin, dtype="<i8"),

@@ -14,6 +14,11 @@ def read_text(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
     """The file as one document. Raises DataError if it is not UTF-8."""
     with file.open() as stream:
         data = stream.read()
+    if maker.spec.trained is not None:
+        raise DataError(
+            f"{file.origin} is plain text. What is trained on is said by a field of a record. Give JSON lines, tables "
+            "or tars with .json members."
+        )
     text = maker.decode(data.removeprefix(BYTE_ORDER_MARK), file.origin, 0)
     if text is not None:
         yield maker.document(text, None, 0, {})
@@ -34,6 +39,6 @@ def read_jsonl(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is not JSON ({error}). Each line holds one JSON object.") from None
             if not isinstance(record, dict):
-                field = maker.spec.text_fields[0]
+                field = (*maker.spec.text_fields, *(maker.spec.trained.other_fields if maker.spec.trained else ()))[0]
                 raise DataError(f"{where} is not a JSON object. Each line holds one, with field {field!r}.")
             yield maker.from_record(record, where, line)

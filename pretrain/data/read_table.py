@@ -82,7 +82,8 @@ def _columns(schema: Any, file: InputFile, maker: DocumentMaker) -> list[str]:
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
             raise DataError(f"{file.origin}: column {name!r} is {kind}, not text. Name another with --text-field.")
-    wanted = dict.fromkeys((*spec.text_fields, spec.id_field, *spec.keep_fields))
+    marks = () if spec.trained is None else spec.trained.other_fields
+    wanted = dict.fromkeys((*spec.text_fields, *marks, spec.id_field, *spec.keep_fields))
     return [name for name in wanted if name in schema.names]
 
 

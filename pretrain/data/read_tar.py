@@ -65,12 +65,15 @@ class _Sample:
                 raise DataError(f"{where}{_JSON} is not JSON ({error}). Such a member holds one JSON object.") from None
             if not isinstance(record, dict):
                 raise DataError(f"{where}{_JSON} is not a JSON object. Such a member holds one.")
-        if self.text is None or maker.spec.pairs:
+        spanned = maker.spec.trained is not None and maker.spec.trained.spans is not None
+        if self.text is None or maker.spec.pairs or (maker.spec.trained is not None and not spanned):
             if self.json is not None or self.text is not None:
                 yield maker.from_record(record, where, self.number, self.name)
             return
         text = maker.decode(self.text.removeprefix(BYTE_ORDER_MARK), where, 0)
-        if text is not None:
+        if text is not None and spanned:
+            yield maker.marked_document(text, record, where, self.number, self.name)
+        elif text is not None:
             yield maker.document(text, None, self.number, record, self.name)
 
 

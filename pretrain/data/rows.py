@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from pretrain.config.batches import batches_of, longest_batch
 from pretrain.config.capacity import row_capacity
@@ -22,6 +25,7 @@ from pretrain.data.objective import I64, PackedRow, seq2seq_row
 from pretrain.data.objectives import NEED_SPECIAL_IDS, TokenObjective, causal_objective, token_objective
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
+from pretrain.sequence import IGNORED_LABEL
 from pretrain.store import open_store
 
 
@@ -87,7 +91,11 @@ class SourceRows:
                 num_real = int(ends[-1]) if ends.size else 0
             else:
                 num_real = min(max(content.real_tokens - start, 0), length)
-            return objective.make(content.ids[start : start + length + 1], ends, num_real, key)
+            made = objective.make(content.ids[start : start + length + 1], ends, num_real, key)
+            if content.trained is None:
+                return made
+            trained = content.trained[start + 1 : start + num_real + 1]  # a label is the token behind its place
+            return replace(made, labels=np.where(trained, made.labels, IGNORED_LABEL))
         source_length, target_length = self.manifest.source_capacity, self.manifest.target_capacity
         source, target = row * source_length, row * target_length
         source_ends = _within(content.source_ends, source, source_length)
@@ -175,6 +183,12 @@ def _check_fit(manifest: Manifest, config: RunConfig, field: str, tokenizer_sha2
         raise DataError(
             f"{field} is a source of {manifest.kind}. objective.kind={config.objective.kind} reads {wanted_kind}. "
             "Change objective.kind, or build the source from documents of the other kind."
+        )
+    if manifest.masked and config.objective.kind != "causal_lm":
+        raise DataError(
+            f"objective.kind={config.objective.kind} does not fit {field}, which says what of a document is trained. "
+            "Such a source is read as it stands. Set objective.kind=causal_lm, or build the source without trained "
+            "parts."
         )
     if manifest.tokenizer_sha256 != tokenizer_sha256:
         raise DataError(

@@ -220,12 +220,15 @@ def summed_manifest(header: Manifest, shards: Sequence[ShardEntry]) -> Manifest:
 
 
 def _checked(block: int, arrays: Sequence[np.ndarray], header: Manifest) -> list[memoryview]:
-    """The arrays as little-endian bytes. Data members alternate ids, ends, (ids, ends)."""
+    """The arrays as little-endian bytes. Data members alternate ids, ends, (ids, ends); a mask comes behind them."""
     if header.kind == "tokens":
         sizes = [header.block_tokens + 1]
     else:
         sizes = [header.rows_per_block * header.source_capacity, header.rows_per_block * header.target_capacity]
     payloads = []
+    arrays, mask = (arrays[:-1], arrays[-1]) if header.masked else (arrays, None)
+    if mask is not None and (mask.shape != arrays[0].shape or int(mask.max()) > 1):
+        raise DataError(f"block {block} has a mask of {mask.shape} up to {int(mask.max())} for {arrays[0].shape} ids.")
     for position, (ids, ends) in enumerate(zip(arrays[0::2], arrays[1::2], strict=True)):
         if ids.shape != (sizes[position],):
             raise DataError(f"block {block} has {ids.shape} ids, the layout says {sizes[position]}.")
@@ -237,6 +240,8 @@ def _checked(block: int, arrays: Sequence[np.ndarray], header: Manifest) -> list
             )
         payloads.append(memoryview(ids.astype(f"<{header.dtype}").tobytes()))
         payloads.append(memoryview(ends.astype("<u4").tobytes()))
+    if mask is not None:
+        payloads.append(memoryview(mask.astype("u1").tobytes()))
     return payloads
 
 

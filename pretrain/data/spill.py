@@ -39,6 +39,7 @@ class Spilled(NamedTuple):
         file: number of its file among all inputs.
         place: in the file, from 0.
         rest: its part of a block's JSON, see `format.provenance_rest`.
+        target: the other side of a pair, or which parts of the text are trained (`trained_parts.pack_lengths`).
     """
 
     order: bytes

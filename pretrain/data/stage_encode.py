@@ -16,6 +16,7 @@ from pretrain.data.part import PartBuilder
 from pretrain.data.spill import Run, Spilled, read_range
 from pretrain.data.tick import Tick
 from pretrain.data.tokenizer import Tokenizer
+from pretrain.data.trained_parts import encode_parts
 from pretrain.store import Store
 
 SPLITS = ("train", "validation")
@@ -35,8 +36,8 @@ def encode_range(
     """Encodes the documents of one range of slots.
 
     Args:
-        common: runs, files (names by number), deduplicate, limit (hex of the selection's, or None), pairs, dtype,
-            range_bytes.
+        common: runs, files (names by number), deduplicate, limit (hex of the selection's, or None), pairs, masked,
+            dtype, range_bytes.
         item: low, high.
         tick: hears bytes of text as they are encoded.
     """
@@ -73,18 +74,23 @@ class _Encoding:
     def add(self, split: str, documents: Sequence[Spilled]) -> None:
         files, builder = self._common["files"], self._builders[split]
         for batch in _batches(documents):
-            sizes = [len(one.text) + len(one.target or b"") for one in batch]
-            source = None
-            if self._common["pairs"]:
+            pairs = self._common["pairs"]
+            sizes = [len(one.text) + (len(one.target or b"") if pairs else 0) for one in batch]
+            source, trained = None, None
+            if pairs:
                 source = self._encode([one.text for one in batch])
                 ids, lengths = self._encode([one.target or b"" for one in batch])
                 add_lengths(self._lengths.setdefault("source", {}), source[1])
                 add_lengths(self._lengths.setdefault("target", {}), lengths)
             else:
-                ids, lengths = self._encode([one.text for one in batch])
+                if self._common["masked"]:
+                    marks = [one.target or b"" for one in batch]
+                    ids, lengths, trained = encode_parts(self._tokenizer, [one.text for one in batch], marks)
+                else:
+                    ids, lengths = self._encode([one.text for one in batch])
                 add_lengths(self._lengths.setdefault("tokens", {}), lengths)
             origins = [files[one.file] for one in batch]
-            builder.add(ids, lengths, origins, [one.rest for one in batch], sizes, source=source)
+            builder.add(ids, lengths, origins, [one.rest for one in batch], sizes, source=source, trained=trained)
             self._text_bytes += sum(sizes)
             self._tick(sum(sizes), len(ids) + (0 if source is None else len(source[0])))
             if builder.tokens >= _PART_TOKENS:

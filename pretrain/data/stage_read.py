@@ -17,6 +17,7 @@ from pretrain.data.selection import Selection, identity, is_validation, order_ke
 from pretrain.data.sources import read_file
 from pretrain.data.spill import RunWriter, Spilled
 from pretrain.data.tick import Tick
+from pretrain.data.trained_parts import TrainedParts
 from pretrain.store import Store
 
 _TICK_DOCUMENTS = 1024
@@ -25,6 +26,9 @@ _TICK_DOCUMENTS = 1024
 def spec_of(values: dict[str, Any]) -> SourceSpec:
     """A spec from JSON."""
     fields: dict[str, Any] = values | {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    if values.get("trained") is not None:
+        marks = values["trained"]
+        fields["trained"] = TrainedParts(**(marks | {"roles": tuple(marks["roles"])}))
     return SourceSpec(**fields)
 
 
@@ -79,7 +83,7 @@ def read_piece(
 def _spilled(document: Document, file: int, place: int, common: dict[str, Any]) -> tuple[Spilled, int]:
     """The document with its digests, and the bytes of its text."""
     text = document.text.encode()
-    target = None if document.target is None else document.target.encode()
+    target = document.trained if document.target is None else document.target.encode()
     key = identity(text, target, None if common["deduplicate"] else (file << 64) + place)
     fraction = common["validation_fraction"]
     metadata = document.metadata
@@ -88,4 +92,4 @@ def _spilled(document: Document, file: int, place: int, common: dict[str, Any]) 
     rest = provenance_rest(Provenance(document.id, document.origin, document.line, metadata))
     held_out = fraction > 0 and is_validation(text, fraction)
     spilled = Spilled(order_key(key, common["seed"]), key, file, place, held_out, rest, text, target)
-    return spilled, len(text) + len(target or b"")
+    return spilled, len(text) + (0 if document.target is None else len(target or b""))

@@ -18,6 +18,7 @@ from pretrain.data.format import Manifest, canonical_json, read_manifest
 from pretrain.data.packing import WINDOW_DOCUMENTS
 from pretrain.data.part import PartBuilder
 from pretrain.data.tick import Tick
+from pretrain.data.trained_parts import with_marks
 from pretrain.errors import DataError
 from pretrain.store import Store, open_store
 
@@ -59,7 +60,7 @@ def unpack_source(store: Store, folder: str, item: dict[str, Any], tick: Tick) -
     manifest = read_manifest(opened)
     reader = BlockReader(opened, manifest, kept_blocks=1)
     parts: list[list[Any]] = []
-    builder = PartBuilder("<" + manifest.dtype)
+    builder = PartBuilder("<" + manifest.dtype, masked=manifest.masked)
     fill = _window_documents if manifest.packed else _cut_documents
     for first, stop in fill(reader, manifest, builder, tick):
         if builder.tokens >= _PART_TOKENS or stop == -1:
@@ -93,7 +94,7 @@ def _cut_documents(
     reader: BlockReader, manifest: Manifest, builder: PartBuilder, tick: Tick
 ) -> Iterator[tuple[int, int]]:
     """Joins what blocks have cut; yields (number of the part's first document, 0) after each block, -1 at the end."""
-    begun = np.zeros(0, dtype=f"<{manifest.dtype}")  # of a document that goes on
+    begun = np.zeros(0, dtype="<u4" if manifest.masked else f"<{manifest.dtype}")  # of a document that goes on
     first = documents = 0
     for number in range(manifest.blocks):
         block = reader.read(number)
@@ -104,11 +105,11 @@ def _cut_documents(
         if ended:
             lengths = np.diff(block.ends, prepend=0)
             lengths[0] += len(begun)
-            ids = np.concatenate([begun, block.ids[:last]])
+            ids = np.concatenate([begun, _marked(block)[:last]])
             builder.add(ids, lengths, described.origins[:ended], described.rests[:ended], described.text_bytes[:ended])
             begun = begun[:0]
             documents += ended
-        begun = np.concatenate([begun, block.ids[last : block.real_tokens]])
+        begun = np.concatenate([begun, _marked(block)[last : block.real_tokens]])
         tick(sum(described.text_bytes[:ended]), block.real_tokens)
         yield first, -1 if number == manifest.blocks - 1 else 0
         if not len(builder):
@@ -140,7 +141,7 @@ def _entries(reader: BlockReader, manifest: Manifest, number: int) -> Iterator[_
         targets = _documents(block.target_ids, block.target_ends, manifest.target_capacity)
         sources = _documents(block.source_ids, block.source_ends, manifest.source_capacity)
     else:
-        targets = _documents(block.ids, block.ends, manifest.row_tokens)
+        targets = _documents(_marked(block), block.ends, manifest.row_tokens)
         sources = [block.ids[:0]] * len(targets)
     for place, (ids, source_ids) in enumerate(zip(targets, sources, strict=True)):
         which = described.numbers[place]
@@ -154,6 +155,11 @@ def _entries(reader: BlockReader, manifest: Manifest, number: int) -> Iterator[_
             described.rests[place],
             described.text_bytes[place],
         )
+
+
+def _marked(block: TokenBlock) -> np.ndarray:
+    """The ids, with marks where the block says what is trained."""
+    return block.ids if block.trained is None else with_marks(block.ids, block.trained)
 
 
 def _documents(ids: np.ndarray, ends: np.ndarray, capacity: int) -> list[np.ndarray]:

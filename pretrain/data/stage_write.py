@@ -20,6 +20,7 @@ from pretrain.data.part import Part, part_infos
 from pretrain.data.shard_writer import BlockCounts, ShardBytes
 from pretrain.data.stage_pack import RowTable
 from pretrain.data.tick import Tick
+from pretrain.data.trained_parts import TRAINED_BIT, split_marks
 from pretrain.store import Store
 
 _PIECE_BYTES = 2**20
@@ -84,11 +85,11 @@ def _cut_blocks(store: Store, header: Manifest, item: dict[str, Any]) -> Iterato
         provenance = join_provenance(origins[here], rests[here], continued=block.continued, text_bytes=sizes[here])
         begun = ended.stop
         counts = BlockCounts(len(block.ends), block.real_tokens, 0, sum(sizes[ended]))
-        return [block.ids, block.ends], provenance, counts
+        return _members(header, block.ids, block.ends), provenance, counts
 
     for info in part_infos(item["parts"]):
         part = Part.load(store, info.key)
-        first, ids, lengths = 0, part.ids, part.lengths
+        first, ids, lengths = 0, part.marked_ids(), part.lengths
         if cutter is None:
             ends = np.cumsum(lengths)
             first = int(np.searchsorted(ends, skip, side="right"))
@@ -116,6 +117,14 @@ def _cut_blocks(store: Store, header: Manifest, item: dict[str, Any]) -> Iterato
             yield content(block)
 
 
+def _members(header: Manifest, ids: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+    """The arrays of a block of plain text."""
+    if not header.masked:
+        return [ids, ends]
+    plain, trained = split_marks(ids)
+    return [plain, ends, trained]
+
+
 def _packed_blocks(store: Store, header: Manifest, item: dict[str, Any]) -> Iterator[Content]:
     """Blocks of rows of whole documents."""
     table = _rows_of(store, item["tables"])
@@ -124,7 +133,8 @@ def _packed_blocks(store: Store, header: Manifest, item: dict[str, Any]) -> Iter
     rows_per_block = header.rows_per_block if pairs else header.block_tokens // header.row_tokens
     num_rows = item["blocks"] * rows_per_block
     places = [lay_out(table.row, table.lengths[:, side], capacity) for side, capacity in enumerate(capacities)]
-    slots = [np.full(num_rows * capacity, header.pad_id, dtype=f"<{header.dtype}") for capacity in capacities]
+    dtype = "<u4" if header.masked else f"<{header.dtype}"
+    slots = [np.full(num_rows * capacity, header.pad_id, dtype=dtype) for capacity in capacities]
     gathered = _Gathered(len(table.number))
     by_number = np.argsort(table.number, kind="stable")
     ordered = table.number[by_number]
@@ -135,7 +145,7 @@ def _packed_blocks(store: Store, header: Manifest, item: dict[str, Any]) -> Iter
         entries = by_number[low:high]
         documents = np.searchsorted(numbers, table.number[entries])
         for side, slot in enumerate(slots):
-            ids, lengths = ((part.ids, part.lengths), (part.source_ids, part.source_lengths))[side]
+            ids, lengths = ((part.marked_ids(), part.lengths), (part.source_ids, part.source_lengths))[side]
             begin = np.cumsum(lengths) - lengths
             _copy(
                 slot,
@@ -146,7 +156,9 @@ def _packed_blocks(store: Store, header: Manifest, item: dict[str, Any]) -> Iter
             )
         gathered.take(part, entries, documents)
     for slot, (_, stop) in zip(slots, places, strict=True):
-        slot[stop[table.final] - 1] = header.eos_id  # of documents that were cut to fit; the others end so already
+        last = stop[table.final] - 1
+        marks = slot[last] & np.uint32(TRAINED_BIT) if header.masked else 0
+        slot[last] = header.eos_id | marks  # of documents that were cut to fit; the others end so already
     for block in range(item["blocks"]):
         low, high = np.searchsorted(table.row, [block * rows_per_block, (block + 1) * rows_per_block]).tolist()
         yield _packed_block(header, table, gathered, slots, places, capacities, block * rows_per_block, (low, high))
@@ -169,7 +181,7 @@ def _packed_block(
         begin = first_row * capacity
         arrays += [slot[begin : begin + rows * capacity], stop[chosen] - begin]
     if header.kind == "tokens":
-        arrays[0] = np.append(arrays[0], arrays[0].dtype.type(header.eos_id))
+        arrays = _members(header, np.append(arrays[0], arrays[0].dtype.type(header.eos_id)), arrays[1])
     final = table.final[chosen]
     lengths = table.lengths[chosen].sum(axis=0).tolist()
     sizes = gathered.text_bytes[chosen]

@@ -132,14 +132,19 @@ class _ShardCheck:
 
     def _content(self, members: list[memoryview], index: ShardIndex, row: int, sums: np.ndarray) -> Iterator[str]:
         manifest = self._manifest
+        mask = -2 if manifest.masked else -1  # where the ids and ends stop
         sides = [
             (np.frombuffer(ids, dtype=f"<{manifest.dtype}"), np.frombuffer(ends, dtype="<u4").astype(np.int64))
-            for ids, ends in zip(members[0:-1:2], members[1:-1:2], strict=True)
+            for ids, ends in zip(members[0:mask:2], members[1:mask:2], strict=True)
         ]
         documents, continued = decode_provenance(bytes(members[-1]))
         for ids, _ in sides:
             if int(ids.max()) >= manifest.vocabulary_size:
                 yield f"token id {int(ids.max())} is outside the vocabulary of {manifest.vocabulary_size}"
+        if manifest.masked:
+            marks = np.frombuffer(members[-2], dtype=np.uint8)
+            if marks.size != sides[0][0].size or int(marks.max()) > 1:
+                yield f"a mask of {marks.size} values up to {int(marks.max())} for {sides[0][0].size} ids"
         last = index.block_number(row) == manifest.blocks - 1
         if manifest.kind == "tokens":
             ids, ends = sides[0]

@@ -66,7 +66,7 @@ def webdataset_blocks(directory: Path | str) -> list[dict[str, Any]]:
             for sample in group_by_keys(tar_file_expander([{"url": str(shard), "stream": stream}])):
                 block: dict[str, Any] = {"key": sample["__key__"]}
                 for name, data in sample.items():
-                    if name.endswith((".u2", ".u4")):
+                    if name.endswith((".u1", ".u2", ".u4")):
                         block[name.rpartition(".")[0]] = np.frombuffer(data, dtype="<" + name[-2:]).tolist()
                     elif name == "json":
                         block["json"] = json.loads(data)
