@@ -52,7 +52,8 @@ def missing_files(sound: dict[str, Any]) -> list[str]:
             f"tokenizer={tokenizer} does not exist. It must be a tokenizer.json. "
             "Correct the path or make one with pretrain tokenizer train."
         )
-    for group in ("sources", "validation"):
+    raw = getattr(data, "reading", "blocks") == "raw"  # tars and patterns are looked for when they are opened
+    for group in ("validation",) if raw else ("sources", "validation"):
         sources: dict[str, SourceConfig] = getattr(data, group, {})
         problems += [_missing_source(f"data.{group}.{name}.path", source) for name, source in sources.items()]
     return [problem for problem in problems if problem]

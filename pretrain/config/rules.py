@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pretrain.config.rules_data import batch_rules, data_rules
+from pretrain.config.rules_data import batch_rules, data_rules, raw_rules
 from pretrain.config.rules_model import expert_rules, learned_position_rules, model_rules, mup_rules, rope_rules
 
 if TYPE_CHECKING:
@@ -255,6 +255,7 @@ def _cluster_rules(cluster: ClusterConfig) -> list[str]:
 _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("batch", "data"), batch_rules),
     (("data",), data_rules),
+    (("data", "objective", "health"), raw_rules),
     (("objective", "model"), _objective_rules),
     (("objective", "batch"), _source_length_rules),
     (("objective",), _denoiser_rules),

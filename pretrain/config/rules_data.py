@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pretrain.config.schema import BatchConfig, DataConfig
+    from pretrain.config.schema import BatchConfig, DataConfig, HealthConfig, ObjectiveConfig
 
 
 def batch_rules(batch: BatchConfig, data: DataConfig) -> list[str]:
@@ -43,6 +43,28 @@ def batch_rules(batch: BatchConfig, data: DataConfig) -> list[str]:
             "capacities. Leave it out of the stages."
         )
     return problems
+
+
+def raw_rules(data: DataConfig, objective: ObjectiveConfig, health: HealthConfig) -> list[str]:
+    """What reading raw text cannot do."""
+    if data.reading == "blocks":
+        return []
+    capped = next((name for name, source in data.sources.items() if source.max_epochs is not None), None)
+    refused = {
+        "data.stages": bool(data.stages),
+        "data.skip_rows": bool(data.skip_rows),
+        f"data.sources.{capped}.max_epochs": capped is not None,
+        "data.on_corrupt=mask": data.on_corrupt == "mask",
+        "data.cache": data.cache is not None,
+        "objective.kind=seq2seq": objective.kind == "seq2seq",
+        "health.spike_z_score": health.spike_z_score is not None,
+    }
+    return [
+        f"{field} does not fit data.reading=raw. Which rows a text gives is not known before it is read, so they "
+        "cannot be planned, jumped over or masked. Leave it out, or build the source and set data.reading=blocks."
+        for field, is_set in refused.items()
+        if is_set
+    ]
 
 
 def _stage_rules(data: DataConfig) -> list[str]:

@@ -132,6 +132,12 @@ class DataConfig(Section):
         resume="segment",
         default=[],
     )
+    reading: Literal["blocks", "raw"] = setting(
+        "blocks = built sources; raw = WebDataset tars of text (.txt, .json members), tokenised by every rank as they "
+        "are read, for experiments: a source's path is then a directory of .tar files or a pattern",
+        resume="refused",
+        default="blocks",
+    )
     lanes: PositiveInt = setting(
         "parallel streams L that the rows are dealt from: a power of two that divides the rows of a block; "
         "0.25 x global_batch_size or less keeps the mixture near exact within a batch",

@@ -11,7 +11,7 @@ the thread that reads ahead changes nothing. A corrupt block never shifts the or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,12 @@ from pretrain.data.objective import I64, PackedRow
 from pretrain.data.order import RowAddress
 from pretrain.data.prefetch import Prefetcher
 from pretrain.data.random_stream import row_key
+from pretrain.data.raw_loader import RawLoader, open_raw
 from pretrain.data.rows import SourceRows, batch_shape, open_sources
 from pretrain.data.segments import check_same_data, order_of
 from pretrain.data.stages import plan_of, plan_run
 from pretrain.data.state import DataState, Segment
+from pretrain.data.step import StepData as StepData
 from pretrain.errors import DataError
 from pretrain.sequence import Batch
 from pretrain.topology import World
@@ -40,27 +42,6 @@ _SHORT_STEPS, _SHORT_STEPS_TOKENS = 16, 2**18  # local and small: 6 MB ahead
 _OBJECTIVES_WITHOUT_CHANCE = ("causal_lm", "seq2seq")  # a key per row would take a seventh of the time
 
 
-@dataclass(frozen=True, slots=True)
-class StepData:
-    """One step's rows for one rank.
-
-    Attributes:
-        step: optimizer step, from 0.
-        batches: this rank's micro-batches, ceil(J/R) of them; empty ones (index -1) last.
-        target_tokens: labels that count in them.
-        digest: their digest; `sum_digests` over the ranks is the same for every number of ranks.
-        masked_rows: rows in them that lost their labels to a corrupt block.
-        corrupt: (source index, block) found corrupt by this read and not yet in the state's quarantine.
-    """
-
-    step: int
-    batches: tuple[Batch, ...]
-    target_tokens: int
-    digest: int
-    masked_rows: int
-    corrupt: tuple[tuple[int, int], ...] = ()
-
-
 def open_loader(
     config: RunConfig,
     byte_lengths: NDArray[np.integer],
@@ -68,8 +49,8 @@ def open_loader(
     *,
     tokenizer_sha256: str | None = None,
     special_ids: Mapping[str, int] | None = None,
-) -> Loader:
-    """Opens the training sources of a run.
+) -> Loader | RawLoader:
+    """Opens the training sources of a run, as data.reading says.
 
     Args:
         byte_lengths: [V] bytes of text that each id spells (`Tokenizer.byte_lengths`).
@@ -80,6 +61,8 @@ def open_loader(
         DataError: a source is missing, damaged or does not fit the run, or all hold less than a global batch.
         StoreError: the storage failed.
     """
+    if config.data.reading == "raw":
+        return open_raw(config, byte_lengths, world, tokenizer_sha256=tokenizer_sha256)
     sources = open_sources(config, "sources", tokenizer_sha256=tokenizer_sha256, special_ids=special_ids)
     return Loader(config, tuple(sources.values()), byte_lengths, world)
 

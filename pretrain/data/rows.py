@@ -139,6 +139,11 @@ def open_sources(
             or length than the run has.
         StoreError: the storage failed.
     """
+    if config.data.reading == "raw" and section == "sources":
+        raise DataError(
+            "data.reading=raw has no rows that can be told before they are read. Plans, mixtures and explanations need "
+            "built sources. Build them with `pretrain data build`, and set data.reading=blocks."
+        )
     named: Mapping[str, SourceConfig] = getattr(config.data, section)
     wanted = tokenizer_sha256 or _file_sha256(config.tokenizer)
     if special_ids is None and config.objective.kind in NEED_SPECIAL_IDS:

@@ -84,14 +84,32 @@ class QuarantinedBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class RawPosition:
+    """Where a lane stands in the text of a source (data.reading=raw).
+
+    Attributes:
+        epoch: times that the lane has read all its shards.
+        shard: place in the lane's order of this epoch.
+        document: with text, of that shard.
+        token: of that document.
+    """
+
+    epoch: int = 0
+    shard: int = 0
+    document: int = 0
+    token: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DataState:
-    """The whole position; see the module's docstring for the invariants."""
+    """The whole position; see the module's docstring for the invariants. `raw`: by source, a position per lane."""
 
     next_row: int
     seed: int
     segments: tuple[Segment, ...]
     skips: tuple[Skip, ...] = ()
     quarantine: tuple[QuarantinedBlock, ...] = ()
+    raw: tuple[tuple[RawPosition, ...], ...] = ()
 
     @property
     def segment(self) -> Segment:
@@ -177,6 +195,10 @@ class DataState:
                 quarantine=tuple(
                     QuarantinedBlock(str(e["source"]), _whole(e["block"]), _whole(e["from_row"]))
                     for e in body["quarantine"]
+                ),
+                raw=tuple(
+                    tuple(RawPosition(**{name: _whole(value) for name, value in lane.items()}) for lane in lanes)
+                    for lanes in body["raw"]
                 ),
             )
             _check_order(state)

@@ -19,6 +19,7 @@ from pretrain.checkpoint.interval import FailureRate, count_failures
 from pretrain.config import RunConfig
 from pretrain.config.capacity import model_batch
 from pretrain.data.loader import Loader, open_loader
+from pretrain.data.raw_loader import RawLoader
 from pretrain.data.segments import steps_by_segment
 from pretrain.data.state import Segment
 from pretrain.data.tokenizer import Tokenizer
@@ -78,7 +79,7 @@ class Training:
 
     config: RunConfig
     place: Place
-    loader: Loader
+    loader: Loader | RawLoader
     validation: dict[str, ValidationSet]
     engine: Engine
     tokenizer: Tokenizer
@@ -192,7 +193,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
     """
     log = place.log
     attention = explain_attention(config.model, place.device, config.engine.precision)  # or refuses, on all ranks
-    loader: Loader | None = None
+    loader: Loader | RawLoader | None = None
     problem: PretrainError | None = None
     try:
         tokenizer = _tokenizer(config, place)
@@ -251,7 +252,7 @@ def _failures(place: Place, *, from_memory: bool) -> FailureRate:
     return FailureRate()
 
 
-def _announce(config: RunConfig, place: Place, loader: Loader, attention: str) -> None:
+def _announce(config: RunConfig, place: Place, loader: Loader | RawLoader, attention: str) -> None:
     """Says what will be trained on what."""
     place.log.info(f"data\n{loader.describe()}")
     shared = (

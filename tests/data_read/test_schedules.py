@@ -236,8 +236,10 @@ def test_a_resume_may_shorten_rows_and_change_the_batch_but_not_lengthen_them(ro
         assert [(s.first_row, s.row_tokens, s.rows_per_step) for s in resumed.segments] == [(0, 32, 8), (16, 32, 6)]
         rest, _ = read_from(loader, resumed, 2, 4)
     assert ids(rest) == ids(whole[2:5])
-    longer = scheduled(root, **{**plain, "batch__sequence_length": 64})
-    message = r"batch\.sequence_length=64 is not the checkpoint's 32, nor a part of it"
+    with open_loader(scheduled(root, **{**plain, "batch__sequence_length": 16}), BYTE_LENGTHS, World()) as loader:
+        _, state = read_from(loader, loader.initial_state(), 0, 2)
+    message = r"batch\.sequence_length=32 is not the checkpoint's 16, nor a part of it"
+    longer = scheduled(root, **plain)
     with open_loader(longer, BYTE_LENGTHS, World()) as loader, pytest.raises(DataError, match=message):
         loader.resume(state)
 
