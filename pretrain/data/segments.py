@@ -92,6 +92,9 @@ def check_same_data(ours: Segment, theirs: Segment) -> None:
             )
 
 
+_DEEPEST = 64
+
+
 class _Mixture(NamedTuple):
     """What of a segment decides the order of its rows."""
 
@@ -108,13 +111,16 @@ def order_of(segments: tuple[Segment, ...], seed: int) -> RowOrder:
     Raises:
         DataError: lanes or weights that do not fit the sources.
     """
-    return _order_of(_mixtures(segments), seed)
+    return _order_of(_mixtures(segments), seed)[0]
 
 
 def consumed_before(segments: tuple[Segment, ...], seed: int, row: int) -> dict[str, I64]:
     """Rows of each source that each lane [L] took before the global row `row` of the last segment; sources that rest
     included."""
-    return _consumed_before(_mixtures(segments), seed, row)
+    if not segments:
+        return {}
+    order, before = _order_of(_mixtures(segments), seed)
+    return before | order.consumed(row)
 
 
 def _mixtures(segments: tuple[Segment, ...]) -> tuple[_Mixture, ...]:
@@ -127,21 +133,17 @@ def _mixtures(segments: tuple[Segment, ...]) -> tuple[_Mixture, ...]:
 
 
 @functools.lru_cache(maxsize=512)
-def _order_of(mixtures: tuple[_Mixture, ...], seed: int) -> RowOrder:
-    for number in range(1, len(mixtures)):  # the earlier ones first, so that a long schedule is no deep recursion
+def _order_of(mixtures: tuple[_Mixture, ...], seed: int) -> tuple[RowOrder, dict[str, I64]]:
+    """The order of the last mixture, and what each lane took of each source before it."""
+    for number in range(_DEEPEST, len(mixtures), _DEEPEST):  # earlier ones first: a long schedule is no deep recursion
         _order_of(mixtures[:number], seed)
-    mixture = mixtures[-1]
-    consumed = _consumed_before(mixtures[:-1], seed, mixture.first_row)
+    mixture, consumed = mixtures[-1], dict[str, I64]()
+    if len(mixtures) > 1:
+        previous, before = _order_of(mixtures[:-1], seed)
+        consumed = before | previous.consumed(mixture.first_row)
     shapes = [SourceShape(s.name, s.num_blocks, s.rows_per_block, s.weight) for s in mixture.sources]
-    return RowOrder(shapes, seed, mixture.lanes, mixture.window_blocks, mixture.first_row, consumed)
-
-
-def _consumed_before(mixtures: tuple[_Mixture, ...], seed: int, row: int) -> dict[str, I64]:
-    taken: dict[str, I64] = {}
-    for number in range(1, len(mixtures) + 1):
-        end = mixtures[number].first_row if number < len(mixtures) else row
-        taken |= _order_of(mixtures[:number], seed).consumed(end)
-    return taken
+    order = RowOrder(shapes, seed, mixture.lanes, mixture.window_blocks, mixture.first_row, consumed)
+    return order, consumed
 
 
 class Span(NamedTuple):
