@@ -7,6 +7,7 @@ does when it builds. Ours also checks every block's crc32, counts targets and by
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import tempfile
 import time
@@ -26,6 +27,9 @@ from pretrain.data.blocks import BlockReader
 from pretrain.data.format import MANIFEST_NAME, read_manifest
 from pretrain.data.loader import Loader, open_loader
 from pretrain.data.order import RowOrder, SourceShape
+from pretrain.data.segments import order_of
+from pretrain.data.stages import Plan, Stage, plan_run
+from pretrain.data.state import DataState, Segment, SegmentSource
 from pretrain.store import open_store
 from pretrain.topology import World
 
@@ -33,6 +37,7 @@ Batches = Generator[object, None, None]
 PEERS_PYTHON = Path(__file__).resolve().parent.parent / ".venv-bench" / "bin" / "python"
 PEERS = ("streaming", "datasets", "litdata")
 MANY_SHARDS = 100_000
+MANY_BLOCKS = 1_000_000
 
 
 def loader_config(corpus: Corpus) -> RunConfig:
@@ -146,6 +151,21 @@ def plan_many_shards_s(corpus: Corpus, folder: Path) -> float:
     return median([timed(start) for _ in range(3)])
 
 
+def plan_many_blocks_s() -> float:
+    """A run with stages and a cap over two sources of 10^6 blocks, 10^12 tokens each at 2^20, to its last addresses."""
+
+    def start() -> None:
+        sources = tuple(SegmentSource(name, name, 1.0, MANY_BLOCKS, 1024) for name in ("a", "b"))
+        base = Segment(0, 512, 8, 64, 2, 1024, 1024, None, sources)
+        stages = (Stage((("a", 3.0), ("b", 1.0)), step=100), Stage(tokens=2**40, global_batch_size=1024))
+        plan = Plan(base, stages, (("a", 1.5),), total_steps=6 * MANY_BLOCKS)
+        state = plan_run(plan, DataState(0, next(seeds), ()))
+        order_of(state.segments, state.seed).locate_range(state.segments[-1].first_row, 512)
+
+    seeds = itertools.count()  # another one each time: orders are remembered
+    return median([timed(start) for _ in range(3)])
+
+
 def peer_tokens_per_s(peer: str, corpus: Corpus, folder: Path, seconds: float) -> float:
     """Of a peer in its own environment. Raises CalledProcessError with what it said."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -209,5 +229,6 @@ def measure(*, quick: bool, command: str) -> list[Result]:
                 "loader.plan_1e5_shards_s", plan_many_shards_s(prose, Path(folder) / "many"), "s", "", None, 3, command
             )
         )
+        results.append(Result("loader.plan_1e6_blocks_s", plan_many_blocks_s(), "s", "", None, 3, command))
         results += measure_peers(prose, Path(folder), seconds, max(1, repetitions - 2), command)
     return results

@@ -61,8 +61,24 @@ def plan(args: argparse.Namespace) -> int:
     ]
     print(format_table(header, rows))
     scaled = "" if found.counted_rows >= found.rows else f" (counted over the first {found.counted_rows:,} rows)"
+    fewest = ranks if args.ranks else min(config.cluster.min_ranks or ranks, ranks)
+    for line in _idle(state, range(fewest, ranks + 1)):
+        print(line)
     print(f"{found.steps:,} steps, {found.rows:,} rows, {found.tokens:,} token slots on {ranks} ranks{scaled}")
     return ExitCode.DONE
+
+
+def _idle(state: DataState, ranks: range) -> Iterator[str]:
+    """A line for each segment whose micro-batches do not fill the last round on some number of ranks."""
+    from pretrain.data.forecast import idle_fraction, step_of_row
+
+    for segment in state.segments:
+        empty = {number: idle_fraction(segment, number) for number in ranks}
+        if any(empty.values()):
+            shares = ", ".join(f"{100 * share:.0f} % on {number} ranks" for number, share in empty.items())
+            micro_batches = segment.global_batch_size // segment.micro_batch_size
+            step = step_of_row(state, segment.first_row)
+            yield f"from step {step:,}: {micro_batches} micro-batches; empty ones fill {shares}"
 
 
 def mix(args: argparse.Namespace) -> int:

@@ -46,13 +46,7 @@ from pretrain.engine.state import (
     probe_optimizer,
     share_of_replicated,
 )
-from pretrain.engine.zero import (
-    accumulation_steps,
-    clips_itself,
-    deepspeed_config,
-    most_accumulated,
-    sharing_ranks,
-)
+from pretrain.engine.zero import accumulation_steps, clips_itself, deepspeed_config, most_accumulated, sharing_ranks
 from pretrain.errors import PretrainError
 from pretrain.loss.sums import LossSums
 from pretrain.optim.groups import parameter_groups

@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from launch import cli
 from pretrain.config.schema import RunConfig
+from pretrain.data.blocks import BlockReader
 from pretrain.data.explain import explain_row, explain_step, format_explanations
 from pretrain.data.loader import open_loader
 from pretrain.data.state import DataState
@@ -115,3 +118,20 @@ def test_negative_numbers_and_missing_sources_are_refused(root: Path, tmp_path: 
         explain_step(text_config(root), -1)
     with pytest.raises(DataError, match=r"holds no manifest\.json"):
         explain_row(run_config(root / "tokenizer.json", {"t": tmp_path}), 0)
+
+
+def test_the_command_takes_overrides_follows_stages_and_reads_no_more_for_a_late_step(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, reads = tmp_path / "run.yaml", list[int]()
+    path.write_text(yaml.safe_dump(text_config(root).model_dump(mode="json", exclude_unset=True)))
+    read = BlockReader.read
+    monkeypatch.setattr(BlockReader, "read", lambda self, block, **k: (reads.append(block), read(self, block, **k))[1])
+    stages = "data.stages=[{from_step: 8, global_batch_size: 12}, {from_step: 20, sequence_length: 8}]"
+    for step, rows, length in ((7, 8, 16), (8, 12, 16), (20, 12, 8), (10**12, 12, 8)):
+        reads.clear()
+        assert cli.main(["data", "explain", str(path), "--step", str(step), "--json", stages, "seed=9"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [row["step"] for row in found] == [step] * rows
+        assert all(sum(part["num_tokens"] for part in row["documents"]) <= length for row in found)
+        assert len(reads) <= rows

@@ -70,6 +70,12 @@ def test_plan_prints_the_pipeline_and_a_line_for_each_source(
     assert "├─ from step 0: a 3 of 4 rows, b 1 of 4 rows" in text
     assert "├─ from step 6: a 1 of 4 rows, b 3 of 4 rows" in text
     assert "12 steps, 96 rows, 1,536 token slots on 1 ranks" in text
+    assert "micro-batches; empty" not in text
+    words = ["cluster.num_ranks=4", "cluster.min_ranks=2", "data.stages=[{from_step: 6, global_batch_size: 12}]"]
+    assert cli.main(["data", "plan", str(config_file), *words]) == 0
+    text = capsys.readouterr().out
+    assert "from step 0: 4 micro-batches; empty ones fill 0 % on 2 ranks, 33 % on 3 ranks, 0 % on 4 ranks" in text
+    assert "from step 6: 6 micro-batches; empty ones fill 0 % on 2 ranks, 0 % on 3 ranks, 25 % on 4 ranks" in text
 
 
 def test_mix_shows_the_shares_of_each_part_of_the_run(

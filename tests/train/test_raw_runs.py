@@ -39,7 +39,7 @@ def test_a_killed_run_on_raw_tars_goes_on_bit_for_bit(tmp_path: Path) -> None:
     def train(*runs: list[str], check: bool = True) -> list[int]:
         environment = {VARIABLE: str(orders)} if not check else {}
         results = run_ranks(
-            trainings, ranks=2, arguments={"runs": list(runs), "home": str(tmp_path)}, timeout_s=150, check=check,
+            trainings, ranks=2, arguments={"runs": list(runs), "home": str(tmp_path)}, timeout_s=280, check=check,
             environment=environment,
         )  # fmt: skip
         assert not check or [result.value for result in results] == [[0]] * 2, results[0].output[-3000:]

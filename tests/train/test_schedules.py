@@ -29,7 +29,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def train(ranks: int, home: Path, *runs: list[str]) -> None:
-    results = run_ranks(trainings, ranks=ranks, arguments={"runs": list(runs), "home": str(home)}, timeout_s=150)
+    results = run_ranks(trainings, ranks=ranks, arguments={"runs": list(runs), "home": str(home)}, timeout_s=280)
     assert [result.value for result in results] == [[0] * len(runs)] * ranks, results[0].output[-4000:]
 
 
@@ -38,28 +38,28 @@ def test_a_schedule_trains_the_same_on_any_ranks_and_after_a_resume(tiny: Tiny, 
     common = [*COMMON, f"engine.zero_stage={stage}"]
     eight = ["schedule.total_steps=8"]
     ended = tiny.decoder("name=torn", *common, "schedule.total_steps=3")
-    train(2, tmp_path, tiny.decoder("name=two", *common, *eight), ended)
-    train(2, tmp_path, tiny.decoder("name=torn", *common, *eight, "--resume", "must"))
-    train(3, tmp_path, tiny.decoder("name=three", *common, *eight))
-    two, torn, three = (steps_of(tmp_path / name) for name in ("two", "torn", "three"))
-    assert list(two) == list(range(1, 9))
+    train(1, tmp_path, tiny.decoder("name=one", *common, *eight), ended)
+    train(1, tmp_path, tiny.decoder("name=torn", *common, *eight, "--resume", "must"))
+    train(2, tmp_path, tiny.decoder("name=two", *common, *eight))
+    one, torn, two = (steps_of(tmp_path / name) for name in ("one", "torn", "two"))
+    assert list(one) == list(range(1, 9))
     config, *overrides = tiny.decoder(*common, *eight)
     schedule = load_config(config, overrides).schedule
-    for step, record in two.items():
+    for step, record in one.items():
         slots = SLOTS[step - 1]
         assert 0.85 * slots < record["target_tokens"] < slots  # the first token of a document is no target
-        assert record["tokens"] == sum(two[s]["target_tokens"] for s in range(1, step + 1))
+        assert record["tokens"] == sum(one[s]["target_tokens"] for s in range(1, step + 1))
         assert record["learning_rate"] == learning_rate_at(step - 1, 1e-2, schedule)
         for field in ("loss", "gradient_norm", "data_digest", "learning_rate", "tokens"):
             assert torn[step][field] == record[field], (step, field)
-        assert three[step]["data_digest"] == record["data_digest"]
-        assert three[step]["loss"] == pytest.approx(record["loss"], rel=1e-5)
-        assert three[step]["gradient_norm"] == pytest.approx(record["gradient_norm"], rel=1e-4)
-    runs = [RunDirectory.locate(str(tmp_path / name)) for name in ("two", "torn")]
+        assert two[step]["data_digest"] == record["data_digest"]
+        assert two[step]["loss"] == pytest.approx(record["loss"], rel=1e-5)
+        assert two[step]["gradient_norm"] == pytest.approx(record["gradient_norm"], rel=1e-4)
+    runs = [RunDirectory.locate(str(tmp_path / name)) for name in ("one", "torn")]
     newest = [weights_sha256(run.checkpoints, list_checkpoints(run.checkpoints)[0].name) for run in runs]
     assert newest[0] == newest[1]
     # MFU x time is the work of a step: it grows with the tokens, and more than that with the length.
-    work = [record["mfu"] * record["step_s"] for record in two.values()]
+    work = [record["mfu"] * record["step_s"] for record in one.values()]
     assert work[1] == pytest.approx(work[0], rel=1e-6)
     assert work[2] / work[0] == pytest.approx(1.5, rel=1e-6)
     assert work[7] / work[0] > 4.0
