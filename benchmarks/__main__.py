@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 
-from benchmarks.result import as_json, as_table
+from benchmarks.result import CPU_TIME, as_json, as_table
 
 # Name -> (threads of the measuring process, what is measured).
 BENCHMARKS = {
@@ -40,13 +40,18 @@ def main() -> int:
     parser.add_argument("name", choices=list(BENCHMARKS), metavar="NAME", help="one of the names below")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions and smaller inputs")
     parser.add_argument("--json", action="store_true", help="a JSON list instead of the table")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="CPU time on one thread instead of wall time, for a machine under load"
+    )
     arguments = parser.parse_args()
     if os.environ.get(_CHILD) != arguments.name:
-        threads = str(BENCHMARKS[arguments.name][0])
-        environment = {**os.environ, _CHILD: arguments.name, "OMP_NUM_THREADS": threads, "DS_ACCELERATOR": "cpu"}
+        threads = 1 if arguments.cpu_time else BENCHMARKS[arguments.name][0]
+        environment = {**os.environ, _CHILD: arguments.name, "OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
+        environment |= {CPU_TIME: "1"} if arguments.cpu_time else {}
         # In this very process, so that whoever ends it (a time limit) leaves nothing behind.
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], environment)
-    command = f"python -m benchmarks {arguments.name}" + (" --quick" if arguments.quick else "")
+    flags = ["--quick"] * arguments.quick + ["--cpu-time"] * arguments.cpu_time
+    command = " ".join(["python -m benchmarks", arguments.name, *flags])
     results = importlib.import_module(f"benchmarks.{arguments.name}").measure(quick=arguments.quick, command=command)
     print(as_json(results) if arguments.json else as_table(results), flush=True)
     return 0

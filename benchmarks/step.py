@@ -8,7 +8,6 @@ Ours runs the whole step that training runs: keyed batches, loss sums, DeepSpeed
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from benchmarks.attention import documents
 from benchmarks.bare_loop import BareLoop, Shape
 from benchmarks.machine import precision
 from benchmarks.ranks import run_in_ranks
-from benchmarks.result import Result, interleave, median, median_ratio
+from benchmarks.result import Result, clock, counts_cpu_time, interleave, median, median_ratio
 from benchmarks.trainer_peer import TrainerPeer
 from pretrain.config.schema import RunConfig
 from pretrain.engine.distributed import start_process_group, stop_process_group
@@ -96,11 +95,11 @@ def our_step(
     tokens = sum(ids[:, 1:].numel() for ids in microbatches)
 
     def step() -> float:
-        start = time.perf_counter()
+        start = clock()
         for index, ids in enumerate(microbatches):
             engine.micro_step(batch_of(index, ids, lengths), global_target_tokens=ranks * tokens)
         engine.step(1e-3)
-        return tokens / (time.perf_counter() - start)
+        return tokens / (clock() - start)
 
     return step
 
@@ -110,9 +109,9 @@ def bare_step(loop: BareLoop, microbatches: list[torch.Tensor]) -> Step:
     tokens = sum(labels.numel() for _, labels in pairs)
 
     def step() -> float:
-        start = time.perf_counter()
+        start = clock()
         loop.step(pairs)
-        return tokens / (time.perf_counter() - start)
+        return tokens / (clock() - start)
 
     return step
 
@@ -194,21 +193,39 @@ def measure(*, quick: bool, command: str) -> list[Result]:
         stop_process_group()
         dense_peer.close()
         packed_peer.close()
+    if counts_cpu_time():  # says nothing about ranks, which wait for each other
+        return _results(_ONE_PROCESS, {"dense": dense, "packed": packed}, kind, repetitions, command)
     arguments: dict[str, Any] = {"repetitions": repetitions, "num_layers": shape.num_layers, "precision": kind}
     ranks = run_in_ranks("benchmarks.step:measure_ranks", 2, arguments, timeout_s=240)
-    pairs = [
-        ("vs_bare_loop", dense, "zero1", "bare", "bare loop"),
-        ("zero2_vs_bare_loop", dense, "zero2", "bare", "bare loop"),
-        ("zero3_vs_bare_loop", dense, "zero3", "bare", "bare loop"),
-        ("vs_best_peer", dense, "zero1", "trainer", "transformers' Trainer"),
-        ("packed_vs_best_peer", packed, "ours", "trainer", "transformers' Trainer"),
-        ("zero2_vs_ddp", ranks, "zero2", "ddp", "DDP, per rank"),
-        ("zero3_vs_zero1", ranks, "zero3", "zero1", "ours at ZeRO-1, per rank"),
-    ]
+    measured = {"dense": dense, "packed": packed, "ranks": ranks}
+    return _results(_ONE_PROCESS | _TWO_RANKS, measured, kind, repetitions, command)
+
+
+# Metric -> (what was measured, our side, theirs, who they are).
+_ONE_PROCESS = {
+    "vs_bare_loop": ("dense", "zero1", "bare", "bare loop"),
+    "zero2_vs_bare_loop": ("dense", "zero2", "bare", "bare loop"),
+    "zero3_vs_bare_loop": ("dense", "zero3", "bare", "bare loop"),
+    "vs_best_peer": ("dense", "zero1", "trainer", "transformers' Trainer"),
+    "packed_vs_best_peer": ("packed", "ours", "trainer", "transformers' Trainer"),
+}
+_TWO_RANKS = {
+    "zero2_vs_ddp": ("ranks", "zero2", "ddp", "DDP, per rank"),
+    "zero3_vs_zero1": ("ranks", "zero3", "zero1", "ours at ZeRO-1, per rank"),
+}
+
+
+def _results(
+    metrics: dict[str, tuple[str, str, str, str]],
+    measured: dict[str, dict[str, list[float]]],
+    kind: str,
+    repetitions: int,
+    command: str,
+) -> list[Result]:
     return [
         Result(
-            f"step.{name}", median_ratio(values[ours], values[theirs]), "ratio", f"{baseline} in {kind}, tokens/s",
-            median(values[theirs]), repetitions, command,
+            f"step.{name}", median_ratio(measured[what][ours], measured[what][theirs]), "ratio",
+            f"{baseline} in {kind}, tokens/s", median(measured[what][theirs]), repetitions, command,
         )
-        for name, values, ours, theirs, baseline in pairs
+        for name, (what, ours, theirs, baseline) in metrics.items()
     ]  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-import time
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from transformers.utils import logging
 
 from benchmarks.bare_loop import Shape
+from benchmarks.result import clock
 
 
 class _Gate(TrainerCallback):
@@ -74,6 +74,9 @@ class TrainerPeer:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._gate.ready.wait(120)
+        if isinstance(self._trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel):
+            self.close()
+            raise RuntimeError("the Trainer wrapped its model for several ranks; begin it before a process group is up")
 
     def _run(self) -> None:
         try:
@@ -89,12 +92,12 @@ class TrainerPeer:
         Raises:
             RuntimeError: the Trainer failed.
         """
-        start = time.perf_counter()
+        start = clock()
         self._gate.go.release()
         self._gate.done.acquire()
         if self._error is not None:
             raise RuntimeError(f"the Trainer failed: {self._error}") from self._error
-        return time.perf_counter() - start
+        return clock() - start
 
     def close(self) -> None:
         """Ends the training after one more step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -50,8 +52,8 @@ def test_json_has_the_keys_of_the_contract() -> None:
 
 def test_every_benchmark_named_is_a_module_that_measures() -> None:
     for name in BENCHMARKS:
-        text = (ROOT / "benchmarks" / f"{name}.py").read_text()
-        assert "def measure(*, quick: bool, command: str) -> list[Result]:" in text
+        measure = importlib.import_module(f"benchmarks.{name}").measure  # fails where the product has moved on
+        assert str(inspect.signature(measure)) == "(*, quick: 'bool', command: 'str') -> 'list[Result]'"
 
 
 def test_an_unknown_benchmark_ends_with_2() -> None:
