@@ -97,9 +97,8 @@ def no_process_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[object]:
-    """A process that forks ranks with everything imported; see tests/chaos/ranks_pool.py."""
-    from tests.chaos.ranks_pool import RankPool
+def rank_pool() -> object:
+    """A process that forks ranks with everything imported; see tests/ranks_pool.py."""
+    from tests.ranks_pool import shared_pool
 
-    with RankPool() as pool:
-        yield pool
+    return shared_pool()

@@ -4,12 +4,15 @@ takes -> `run_ranks(function, ranks=2, arguments={...})`; gives -> one `RankResu
 The function is called as `function(world, **arguments)`; arguments and result are JSON. With
 `process_group=True` a gloo group is up during the call. Every rank has one OMP thread and its own
 process group; rank 0 inherits the listening rendezvous socket, so no port can be lost to a race.
+Ranks are forked from a process that has imported what they need (tests/ranks_pool.py), unless they get an
+`environment`, which imports may read: then each is a process of its own.
 Nothing outlives the call: on a timeout, or some seconds after a rank failed, the rest is killed by pid.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -23,6 +26,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.ranks_pool import shared_pool
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,33 +59,47 @@ def run_ranks(
         AssertionError: `check` is set and a rank failed or the timeout passed; holds the ranks' output.
     """
     target = function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}"
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        processes = [
-            _spawn(rank, ranks, target, dict(arguments or {}), Path(folder), listener, process_group, environment)
-            for rank in range(ranks)
-        ]
-        try:
-            timed_out = not _wait(processes, timeout_s, grace_s)
-        finally:
-            _kill(processes)
-        results = [_collect(rank, process, Path(folder)) for rank, process in enumerate(processes)]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        words = [target, json.dumps(dict(arguments or {})), folder, "group" if process_group else "alone"]
+        run = _run_forked if environment is None else functools.partial(_run_started, environment)
+        codes, timed_out = run(words, ranks, timeout_s, grace_s)
+        results = [_collect(rank, code, Path(folder)) for rank, code in enumerate(codes)]
     if check and (timed_out or any(result.returncode for result in results)):
         report = "\n".join(f"--- rank {r.rank} ended with {r.returncode}\n{r.output[-6000:]}" for r in results)
         raise AssertionError(f"{target} failed{' (timeout)' if timed_out else ''}\n{report}")
     return results
 
 
+def _run_forked(words: list[str], ranks: int, timeout_s: float, grace_s: float) -> tuple[list[int], bool]:
+    logs = [Path(words[2]) / f"{rank}.log" for rank in range(ranks)]
+    group = shared_pool().start(words, ranks=ranks, environment=_THREADS, logs=logs, main="tests.ranks:main",
+                                rendezvous=True)  # fmt: skip
+    try:
+        timed_out = not _wait(lambda: [group.codes.get(rank) for rank in range(ranks)], timeout_s, grace_s)
+    finally:
+        group.kill()
+    return [group.codes[rank] for rank in range(ranks)], timed_out
+
+
+def _run_started(
+    environment: Mapping[str, str], words: list[str], ranks: int, timeout_s: float, grace_s: float
+) -> tuple[list[int], bool]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        processes = [_spawn(rank, ranks, words, listener, environment) for rank in range(ranks)]
+        try:
+            timed_out = not _wait(lambda: [process.poll() for process in processes], timeout_s, grace_s)
+        finally:
+            _kill(processes)
+    return [process.returncode for process in processes], timed_out
+
+
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
+
+
 def _spawn(
-    rank: int,
-    ranks: int,
-    target: str,
-    arguments: dict[str, Any],
-    folder: Path,
-    listener: socket.socket,
-    process_group: bool,
-    environment: Mapping[str, str] | None,
+    rank: int, ranks: int, words: list[str], listener: socket.socket, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     env = {
         **os.environ,
@@ -90,20 +109,16 @@ def _spawn(
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(listener.getsockname()[1]),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONUNBUFFERED": "1",
-        **(environment or {}),
+        **_THREADS,
+        **environment,
     }
     inherited: tuple[int, ...] = ()
     if rank == 0:
         inherited = (listener.fileno(),)
         env["PRETRAIN_MASTER_FD"] = str(listener.fileno())
-    command = [sys.executable, "-m", "tests.ranks", target, json.dumps(arguments), str(folder / f"{rank}.json")]
-    with open(folder / f"{rank}.log", "wb") as log:
+    with open(Path(words[2]) / f"{rank}.log", "wb") as log:
         return subprocess.Popen(
-            [*command, "group" if process_group else "alone"],
+            [sys.executable, "-m", "tests.ranks", *words],
             cwd=ROOT,
             env=env,
             stdin=subprocess.DEVNULL,
@@ -114,12 +129,12 @@ def _spawn(
         )
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float, grace_s: float) -> bool:
+def _wait(codes: Callable[[], list[int | None]], timeout_s: float, grace_s: float) -> bool:
     """True when all ended by themselves; gives up early when a rank failed and the others hang."""
     deadline = time.monotonic() + timeout_s
     failed = False
-    while any(process.poll() is None for process in processes):
-        if not failed and any(process.poll() for process in processes):
+    while None in (seen := codes()):
+        if not failed and any(seen):
             failed = True
             deadline = min(deadline, time.monotonic() + grace_s)
         if time.monotonic() > deadline:
@@ -136,18 +151,20 @@ def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _collect(rank: int, process: subprocess.Popen[bytes], folder: Path) -> RankResult:
+def _collect(rank: int, code: int, folder: Path) -> RankResult:
     answer = folder / f"{rank}.json"
     value = json.loads(answer.read_text()) if answer.exists() else None
     output = (folder / f"{rank}.log").read_text(errors="replace")
-    return RankResult(rank, process.returncode, value, output)
+    return RankResult(rank, code, value, output)
 
 
-def _rank_main(target: str, arguments: str, answer: str, mode: str) -> None:
+def main(words: list[str]) -> int:
+    """A rank: calls the target and leaves its value in the folder."""
     import torch
 
     from pretrain.topology import World
 
+    target, arguments, folder, mode = words
     torch.set_num_threads(1)
     world = World.from_environment()
     module, _, name = target.partition(":")
@@ -160,10 +177,12 @@ def _rank_main(target: str, arguments: str, answer: str, mode: str) -> None:
         stop_process_group()
     else:
         value = function(world, **json.loads(arguments))
-    temporary = Path(answer + ".partial")
+    answer = Path(folder) / f"{world.rank}.json"
+    temporary = answer.with_suffix(".partial")
     temporary.write_text(json.dumps(value))
     temporary.rename(answer)
+    return 0
 
 
 if __name__ == "__main__":
-    _rank_main(*sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -18,7 +18,7 @@ from tests.chaos.cluster import ClusterBench, cluster_trials
 from tests.chaos.direct import DirectBench, Result
 from tests.chaos.head import head_trials, run_head_trial
 from tests.chaos.plan import direct_trials
-from tests.chaos.ranks_pool import RankPool
+from tests.ranks_pool import RankPool
 from tests.tiny import build_tiny
 
 

@@ -27,8 +27,8 @@ from launch import cli
 from pretrain.rundir import RunDirectory
 from tests.chaos.direct import Result
 from tests.chaos.plan import SAVE_EVERY, STEPS, Order, Trial
-from tests.chaos.ranks_pool import ROOT
 from tests.chaos.verdict import differences, leftovers
+from tests.ranks_pool import ROOT
 from tests.tiny import Tiny
 
 BOUND_S = 150.0

@@ -15,9 +15,9 @@ from pretrain.checkpoint import list_checkpoints
 from pretrain.errors import PretrainError
 from pretrain.rundir import RunDirectory
 from tests.chaos.plan import SAVE_EVERY, STEPS, Trial
-from tests.chaos.ranks_pool import Group, RankPool
 from tests.chaos.verdict import differences, leftovers
 from tests.data_build.servers import s3_server
+from tests.ranks_pool import Group, RankPool
 from tests.tiny import Tiny
 
 _STARTS = 8

@@ -16,8 +16,8 @@ import psutil
 from pretrain.rundir import RunDirectory
 from tests.chaos.direct import Result
 from tests.chaos.plan import SAVE_EVERY, STEPS, Trial
-from tests.chaos.ranks_pool import ROOT
 from tests.chaos.verdict import differences, leftovers
+from tests.ranks_pool import ROOT
 from tests.tiny import Tiny, steps_of
 
 BOUND_S = 150.0

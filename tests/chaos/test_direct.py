@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.direct import DirectBench
 from tests.chaos.plan import direct_trials
-from tests.chaos.ranks_pool import RankPool
+from tests.ranks_pool import RankPool
 from tests.tiny import build_tiny
 
 # One of each kind: inside a save, a load, a write; two at once; a stopped rank; a full disk; damage.

@@ -15,7 +15,7 @@ import pytest
 from pretrain.checkpoint import list_checkpoints, weights_sha256
 from pretrain.errors import ExitCode
 from pretrain.rundir import RunDirectory
-from tests.chaos.ranks_pool import Group, RankPool
+from tests.ranks_pool import Group, RankPool
 from tests.tiny import Tiny, build_tiny, steps_of
 from tests.train.guilty import digests_of_steps
 

@@ -11,7 +11,7 @@ import pytest
 from pretrain.config import load_config
 from pretrain.data.batch import dropout_key
 from pretrain.errors import ConfigError
-from tests.chaos.ranks_pool import Group, RankPool
+from tests.ranks_pool import Group, RankPool
 from tests.tiny import Tiny, build_tiny, steps_of
 
 PEAK, WARMUP, LAST = 1e-2, 5, 0.1

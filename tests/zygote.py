@@ -1,9 +1,11 @@
 """A process that has imported all that a rank needs and forks ranks on command: starts cost no imports.
 
-takes → one JSON object per line on stdin, {"ranks", "arguments", "environment", "logs", "prelude"}; gives → lines
-{"pids": […]} and, for each end, {"pid", "code"} (negative: a signal). A prelude, "module:function", is called first.
-Each rank leads a session of its own and runs `pretrain.__main__` as a started process would; rank 0 inherits the
-listening socket of the rendezvous. The end of stdin kills what lives. Own design.
+takes → one JSON object per line on stdin, {"ranks", "rendezvous", "main", "arguments", "environment", "logs",
+"prelude"}; gives → lines {"pids": […]} and, for each end, {"pid", "code"} (negative: a signal). Prelude and main are
+"module:function".
+Each rank leads a session of its own with the environment of the order, calls the prelude, and ends with main's result
+for the arguments, as a started process would; rank 0 inherits the listening socket of the rendezvous. The end of
+stdin kills what lives. Own design.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 def main() -> None:
     import torch
 
-    from pretrain.__main__ import main as rank_main
+    import pretrain.__main__  # noqa: F401
     from pretrain.train.standby import imports_of_a_rank
 
     torch.set_num_threads(1)
@@ -53,33 +55,34 @@ def main() -> None:
                 return
             *lines, unparsed = (unparsed + chunk).split(b"\n")
             for line in lines:
-                pids = _fork_ranks(json.loads(line), rank_main)
+                pids = _fork_ranks(json.loads(line))
                 for pid in pids:
                     living[pid] = os.pidfd_open(pid)
                     selector.register(living[pid], selectors.EVENT_READ, pid)
                 _say({"pids": pids})
 
 
-def _fork_ranks(order: dict[str, Any], rank_main: Any) -> list[int]:
+def _fork_ranks(order: dict[str, Any]) -> list[int]:
     ranks = int(order["ranks"])
-    listener = socket.create_server(("127.0.0.1", 0), backlog=64) if ranks > 1 else None
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64) if order["rendezvous"] else None
     pids = []
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
-            _become_rank(order, rank, listener, rank_main)
+            _become_rank(order, rank, listener)
         pids.append(pid)
     if listener:
         listener.close()
     return pids
 
 
-def _become_rank(order: dict[str, Any], rank: int, listener: socket.socket | None, rank_main: Any) -> None:
+def _become_rank(order: dict[str, Any], rank: int, listener: socket.socket | None) -> None:
     os.setsid()
     log = os.open(order["logs"][rank], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    os.environ.clear()
     os.environ.update(order["environment"])
     if listener is not None:
         os.environ.update(
@@ -92,9 +95,8 @@ def _become_rank(order: dict[str, Any], rank: int, listener: socket.socket | Non
             listener.close()
     try:
         if order["prelude"]:
-            module, _, function = order["prelude"].partition(":")
-            getattr(importlib.import_module(module), function)()
-        code = int(rank_main(order["arguments"]))
+            _function(order["prelude"])()
+        code = int(_function(order["main"])(order["arguments"]) or 0)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -102,6 +104,11 @@ def _become_rank(order: dict[str, Any], rank: int, listener: socket.socket | Non
         with contextlib.suppress(OSError):
             stream.flush()
     os._exit(code)
+
+
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _say(message: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -15,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Group:
@@ -58,13 +60,22 @@ class Group:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.logs)
 
 
+@functools.cache
+def shared_pool() -> RankPool:
+    """The one of this process, started when it is first asked for; it ends with the process."""
+    pool = RankPool().__enter__()
+    atexit.register(pool.__exit__, None, None, None)
+    return pool
+
+
 class RankPool:
     """A context manager: the zygote lives as long as it."""
 
     def __enter__(self) -> RankPool:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+        environment.pop("PRETRAIN_TEST_SESSION", None)  # it outlives the test that needs it first; its ranks do not
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.zygote"],
+            [sys.executable, "-m", "tests.zygote"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, start_new_session=True,
         )  # fmt: skip
         self._answers: queue.Queue[list[int]] = queue.Queue()
@@ -95,9 +106,19 @@ class RankPool:
         environment: Mapping[str, str],
         logs: Sequence[Path],
         prelude: str = "",
+        main: str = "pretrain.__main__:main",
+        rendezvous: bool | None = None,
     ) -> Group:
-        """Forks the ranks of `python -m pretrain ARGUMENTS`."""
-        order = {"ranks": ranks, "arguments": list(arguments), "environment": dict(environment)}
+        """Forks ranks that end with what `main`, a "module:function", gives for the arguments.
+
+        Args:
+            environment: beside this process's own.
+            prelude: a "module:function" that is called first.
+            rendezvous: whether the ranks are told of each other; None: when there are several.
+        """
+        variables = {**os.environ, **environment}
+        order = {"ranks": ranks, "main": main, "arguments": list(arguments), "environment": variables}
+        order["rendezvous"] = ranks > 1 if rendezvous is None else rendezvous
         line = json.dumps({**order, "prelude": prelude, "logs": [str(log) for log in logs]})
         assert self._process.stdin is not None
         self._process.stdin.write(line.encode() + b"\n")
