@@ -143,6 +143,11 @@ def stats(args: argparse.Namespace) -> int:
             f"({manifest.text_bytes / (manifest.tokens + manifest.source_tokens):.2f} bytes each) in "
             f"{manifest.blocks:,} blocks, {len(manifest.shards):,} shards; "
             f"{item.ids_used:,} of {manifest.vocabulary_size:,} ids occur"
+            + (
+                ""
+                if item.trained_fraction is None
+                else f"; {100 * item.trained_fraction:.1f} % of the tokens are trained"
+            )
         )
         rows = [[side, *lengths.values(), 100 * item.fill_fraction[side]] for side, lengths in item.lengths.items()]
         header = ["tokens per document", *next(iter(item.lengths.values())), "fill %"]

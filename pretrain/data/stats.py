@@ -29,6 +29,7 @@ class SourceStats:
         fill_fraction: real tokens over slots; by side.
         ids_used: distinct ids that occur (both sides together).
         histogram: of lengths, by side; see `histogram`.
+        trained_fraction: of the tokens, those that are targets by the source's own word; None where it says nothing.
     """
 
     manifest: Manifest
@@ -36,6 +37,7 @@ class SourceStats:
     fill_fraction: dict[str, float]
     ids_used: int
     histogram: dict[str, dict[str, int]]
+    trained_fraction: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         body = self.manifest.body() | {"sha256": self.manifest.sha256, "shards": len(self.manifest.shards)}
@@ -53,7 +55,7 @@ def source_stats(store: Store, progress: Callable[[int], None] | None = None) ->
     reader = BlockReader(store, manifest, kept_blocks=1)
     uses = np.zeros(manifest.vocabulary_size, dtype=np.int64)
     lengths: dict[str, list[np.ndarray]] = {}
-    carried = 0  # tokens of a document that began in an earlier block
+    carried = trained = 0  # tokens of a document that began in an earlier block; targets
     for number in range(manifest.blocks):
         block = reader.read(number)
         if isinstance(block, TokenBlock):
@@ -66,6 +68,8 @@ def source_stats(store: Store, progress: Callable[[int], None] | None = None) ->
                 carried = block.real_tokens - last_end
                 real = block.ids[: block.real_tokens]
             lengths.setdefault("tokens", []).append(sizes)
+            if block.trained is not None:
+                trained += int(block.trained[:-1].sum())  # none in padding
             uses += np.bincount(real, minlength=len(uses))
         else:
             sides = {
@@ -85,6 +89,7 @@ def source_stats(store: Store, progress: Callable[[int], None] | None = None) ->
         fill_fraction={side: int(values.sum()) / _slots(manifest, side) for side, values in joined.items()},
         ids_used=int((uses > 0).sum()),
         histogram=_histograms(joined),
+        trained_fraction=trained / manifest.tokens if manifest.masked else None,
     )
 
 

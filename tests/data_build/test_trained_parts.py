@@ -16,12 +16,15 @@ import tokenizers
 
 from launch.cli import main
 from pretrain.data.batch import sum_digests
+from pretrain.data.blocks import BlockReader, CorruptBlockError
 from pretrain.data.build import build
 from pretrain.data.build_options import BuildOptions
 from pretrain.data.explain import explain_step
+from pretrain.data.format import ShardIndex
 from pretrain.data.loader import open_loader
 from pretrain.data.repack import RepackOptions, repack
 from pretrain.data.sources import SourceSpec, read_documents
+from pretrain.data.stats import source_stats
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.trained_parts import TrainedParts, split_marks, with_marks
 from pretrain.data.verify import verify_source
@@ -112,10 +115,29 @@ def test_blocks_hold_the_tokens_of_the_parts_and_a_repack_loses_no_mark(
     build(options(path, tmp_path / "out", tokenizer_path, MESSAGES, row_tokens=row_tokens, **common))
     assert Counter(stored(tmp_path / "out")) == wanted
     assert verify_source(open_store(tmp_path / "out")).problems == ()
+    marks = [mark for _, document in stored(tmp_path / "out") for mark in document]
+    assert source_stats(open_store(tmp_path / "out")).trained_fraction == sum(marks) / len(marks)
     other = 512 - row_tokens
     repack(RepackOptions(str(tmp_path / "out"), str(tmp_path / "again"), workers=1, row_tokens=other))
     build(options(path, tmp_path / "fresh", tokenizer_path, MESSAGES, row_tokens=other, **common))
     assert file_hashes(tmp_path / "again") == file_hashes(tmp_path / "fresh")
+
+
+def test_a_changed_mark_is_found_by_verify_and_by_the_reader(tmp_path: Path, texts: Path, tokenizer_path: str) -> None:
+    out = tmp_path / "out"
+    build(options(write_jsonl(texts / "c.jsonl", conversations(20)), out, tokenizer_path, MESSAGES))
+    manifest, data = manifest_of(out), bytearray((out / "00000.tar").read_bytes())
+    index = ShardIndex.from_bytes((out / "00000.tar.idx").read_bytes(), manifest, 0, "index")
+    member = manifest.members.index("mask.u1")
+    for block, place in ((0, 0), (1, 77), (2, 128)):
+        span = index.span(block, member)
+        data[span.offset + place] ^= 1
+        (out / "00000.tar").write_bytes(data)
+        problems = verify_source(open_store(out)).problems
+        assert any(f"block {block}: mask.u1 does not match its crc32" in problem for problem in problems), problems
+        with pytest.raises(CorruptBlockError, match=rf"block {block} .*the crc32 of mask\.u1 is not the index's"):
+            BlockReader(open_store(out), manifest).read(block)
+        data[span.offset + place] ^= 1
 
 
 def test_an_epoch_trains_every_marked_token_once_for_any_ranks_and_replays(
