@@ -92,7 +92,7 @@ class Loader:
         self._causal: dict[BatchShape, CausalBatches] = {}
         self._located: dict[int, I64] = {}
         self._located_in: tuple[Segment, ...] = ()
-        step_tokens = config.batch.global_batch_size // world.size * config.batch.sequence_length
+        step_tokens = max(one.global_batch_size * one.sequence_length for one in self._sections) // world.size
         few = 1 if self._any_remote else min(_SHORT_STEPS, max(1, _SHORT_STEPS_TOKENS // max(step_tokens, 1)))
         self._prefetcher = Prefetcher(
             self._read_steps,
