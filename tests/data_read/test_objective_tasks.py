@@ -314,6 +314,30 @@ def test_no_row_of_any_objective_is_above_its_capacity(data: st.DataObject) -> N
     assert max(row.lengths) <= capacity.longest
 
 
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9),
+    cut=st.booleans(),
+    density=st.floats(0.01, 0.99),
+    mean=st.floats(1, 20),
+    shortest=st.integers(2, 12),
+    key=st.integers(0, 2**63),
+)
+def test_each_document_comes_whole_from_its_own_sentinels_or_is_left_out_by_name(
+    lengths: list[int], cut: bool, density: float, mean: float, shortest: int, key: int
+) -> None:
+    """`filled_in` refuses sentinels that do not begin anew; nothing of a neighbour may be in between."""
+    ids, ends = row_of(lengths, cut)
+    tasks = span_tasks(ids, ends, sum(lengths), t5_rule(density, mean, shortest), key)
+    wanted, begin = [], 0
+    for number, length in enumerate(lengths):
+        body = length if cut and number == len(lengths) - 1 else length - 1
+        if body >= shortest:
+            wanted.append(ids[begin : begin + length].tolist())
+        begin += length
+    assert [filled_in(task)[0] for task in tasks] == wanted
+
+
 @pytest.mark.parametrize("body", range(2, 60))
 def test_counts_of_noise_leave_a_token_of_each_kind_for_every_span(body: int) -> None:
     for density, mean in itertools.product((0.01, 0.15, 0.5, 0.99), (1.0, 3.0, 64.0)):
