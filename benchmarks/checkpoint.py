@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from benchmarks.bare_loop import Shape
+from benchmarks.machine import precision
 from benchmarks.ranks import run_in_ranks
 from benchmarks.result import Result, interleave, median, median_ratio, timed
-from benchmarks.step import build_engine, dense_batch, run_config
+from benchmarks.step import batch_of, build_engine, run_config
 from pretrain.checkpoint import prepare_copy, save
 from pretrain.engine.distributed import barrier, gather_texts
 from pretrain.engine.engine import Engine
@@ -140,10 +141,10 @@ def _slowest(seconds: float) -> float:
 def measure_ranks(world: World, folder: str, repetitions: int, quick: bool) -> dict[str, Any]:
     """What the ranks measure together; seconds by side."""
     shape = SMALL if quick else LARGE
-    engine = build_engine(run_config(shape, zero_stage=1), world)
+    engine = build_engine(run_config(shape, zero_stage=1, precision=precision(), microsteps=world.size), world)
     for index in range(engine.accumulation_steps):
         ids = torch.randint(shape.vocabulary_size, (4, 65))
-        engine.micro_step(dense_batch(index, ids), global_target_tokens=1024)
+        engine.micro_step(batch_of(index, ids), global_target_tokens=1024)
     engine.step(1e-4)
     saver = Saver(engine, Path(folder), world)
     sides = {
