@@ -25,6 +25,8 @@ BENCHMARKS = {
     "recover": (1, "kill -9 of a rank to the next finished step of pretrain train"),
     "growth": (1, "exponents of time over ranks, shards, parameters and checkpoints"),
     "plan": (1, "planned memory against measured peaks; planned speed against published training reports"),
+    "metrics": (1, "what a logged step, and one with norms by layer, adds to a step of the quickstart's model"),
+    "dashboard": (1, "pages and memory of the dashboard over 1,000 runs of 100,000 records"),
     "startup": (1, "pretrain train to its first finished step, by phase"),
 }
 _CHILD = "PRETRAIN_BENCHMARK_CHILD"

@@ -20,6 +20,7 @@ from launch.controller.attempt import RankSetting
 from launch.controller.controller import Controller, limits_of
 from launch.controller.crew import Crew, Nodes
 from launch.controller.state import RunState
+from launch.monitor.ray_metrics import exported_through_ray
 from pretrain.config import ConfigChange, RunConfig, describe_changes
 from pretrain.errors import PretrainError, UserError
 from pretrain.faults import arm
@@ -126,7 +127,8 @@ def controlled(
     crew = Crew(nodes, setting, RunLogs(run), address, silent_s)
     try:
         limits = limits_of(config, one_host=one_host)
-        yield Controller(run, lease, crew, limits, host=socket.gethostname(), log=log, on_look=on_look)
+        with exported_through_ray(run, log, wanted=config.metrics.prometheus.through_ray):
+            yield Controller(run, lease, crew, limits, host=socket.gethostname(), log=log, on_look=on_look)
     finally:
         crew.close()
 

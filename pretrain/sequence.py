@@ -144,6 +144,8 @@ class Batch:
         target_bytes: bytes of text that exactly those targets spell.
         digest: 48-bit digest of (j, ids, layout, labels); the sum over a step is the same for every
             number of ranks.
+        row_tokens: decoder tokens of each row, one row after the other; None where all rows are full.
+        document_kinds: number of the denoiser of each document, padding left out; None where there is one only.
     """
 
     index: int
@@ -156,6 +158,8 @@ class Batch:
     target_tokens: int
     target_bytes: int
     digest: int
+    row_tokens: tuple[int, ...] | None = None
+    document_kinds: tuple[int, ...] | None = None
 
     def to(self, device: torch.device) -> Batch:
         if self.labels.device == device:

@@ -5,6 +5,7 @@ run?name=N                                       one run; curves and logs apart
 curves?runs=A,B&fields=loss,mfu&x=step&low=&high=&points=&smooth=
 config?runs=A,B                                  every field of the configs
 log?name=N&key=logs/attempt-001/rank-00000.log   the end of a log
+sample?name=N&key=samples/step-00000200.jsonl    what the model wrote at a validation
 documents?name=N&step=S&rows=16                  what a step was computed from
 fields                                           units and meanings
 """
@@ -16,14 +17,16 @@ from typing import Any, cast, get_args
 
 from launch.documents import documents_of_step
 from launch.monitor.curves import View, X
-from launch.monitor.facts import config_facts, curve_facts, definitions, log_facts, run_facts
+from launch.monitor.facts import config_facts, curve_facts, definitions, log_facts, run_facts, sample_facts
 from launch.monitor.reader import RunReader
 from launch.monitor.runs_view import RunsView
 from pretrain.errors import UserError
-from pretrain.metrics.definitions import STEP_FIELDS
+from pretrain.metrics.definitions import STEP_FIELDS, metric_of
 
 MOST_RUNS = 8
 MOST_ROWS = 256
+_SAMPLE = re.compile(r"samples/step-\d+\.jsonl")
+_PICTURE = re.compile(r"plots/[\w.-]+\.png")
 _LOG = re.compile(r"logs/(controller\.log|attempt-\d+/rank-\d+\.log)")
 
 
@@ -50,6 +53,12 @@ def answer_api(view: RunsView, path: str, query: dict[str, str]) -> dict[str, An
             step, rows = int(_number(query, "step", 1) or 0), int(_number(query, "rows", 16, 1, MOST_ROWS) or 1)
             with view.reading(query.get("name", "")) as reader:
                 return documents_of_step(reader.run, step, most_rows=rows)
+        case "sample":
+            key = query.get("key", "")
+            if not _SAMPLE.fullmatch(key):
+                raise UserError(f"key={key!r} is no sample. Choose one of the run's list of samples.")
+            with view.reading(query.get("name", "")) as reader:
+                return sample_facts(reader.run.store, key)
         case "log":
             key = query.get("key", "")
             if not _LOG.fullmatch(key):
@@ -61,10 +70,22 @@ def answer_api(view: RunsView, path: str, query: dict[str, str]) -> dict[str, An
     return None
 
 
+def answer_picture(view: RunsView, query: dict[str, str]) -> bytes:
+    """A picture of a run: loss curve, attention maps.
+
+    Raises:
+        PretrainError: there is no such run or picture.
+    """
+    key = query.get("key", "")
+    if not _PICTURE.fullmatch(key):
+        raise UserError(f"key={key!r} is no picture. Choose one of the run's list of pictures.")
+    with view.reading(query.get("name", "")) as reader:
+        return reader.run.store.get(key)
+
+
 def _curves(view: RunsView, query: dict[str, str]) -> dict[str, Any]:
     fields = [name for name in query.get("fields", "").split(",") if name]
-    known = definitions()
-    unknown = [name for name in fields if name not in known]
+    unknown = [name for name in fields if metric_of(name) is None]
     if unknown:
         raise UserError(f"fields={','.join(unknown)} is not measured. A field is one of {', '.join(STEP_FIELDS)}.")
     wanted = View(

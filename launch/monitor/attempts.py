@@ -24,7 +24,8 @@ class Window:
         steps: how many.
         step_s: mean seconds of one, validation and saving excluded.
         validations: (end, seconds) of validations among them.
-        redone_fraction: part of the steps that a later attempt did again.
+        redone_fraction: part of the steps that were done again, by a later attempt or after a spike.
+        rollback_s: going back to a checkpoint among them.
     """
 
     end_t: float
@@ -35,6 +36,7 @@ class Window:
     data_wait_s: float
     validations: list[tuple[float, float]] = field(default_factory=list)
     redone_fraction: float = 0.0
+    rollback_s: float = 0.0
 
     @property
     def train_s(self) -> float:
@@ -46,7 +48,7 @@ class Window:
 
     @property
     def length_s(self) -> float:
-        return self.train_s + self.save_stall_s + self.validation_s
+        return self.train_s + self.save_stall_s + self.validation_s + self.rollback_s
 
     def begin_t(self, floor: float) -> float:
         """When its first step began, not before `floor`."""
@@ -170,7 +172,8 @@ def _add_windows(attempt: Attempt, rows: Sequence[Mapping[str, Any]]) -> None:
         if "validation" in row:
             validations.append((float(row["t"]), float(row.get("validation_s") or 0.0)))
         elif "loss" in row:
-            steps = max(0, int(row["step"]) - step)
+            steps = int(row["steps"]) if "steps" in row else max(0, int(row["step"]) - step)
+            _mark_jumped(attempt.windows, int(row["step"]) - steps)
             step = int(row["step"])
             window = Window(
                 end_t=float(row["t"]),
@@ -180,10 +183,21 @@ def _add_windows(attempt: Attempt, rows: Sequence[Mapping[str, Any]]) -> None:
                 save_stall_s=float(row.get("save_stall_s") or 0.0),
                 data_wait_s=steps * float(row.get("data_wait_s") or 0.0),
                 validations=validations,
+                rollback_s=float(row.get("rollback_s") or 0.0),
             )
             attempt.windows.append(window)
             validations = []
     attempt.late_validations = validations
+
+
+def _mark_jumped(windows: Sequence[Window], begins: int) -> None:
+    """Steps behind `begins` that this very attempt had done already, before it went back to a checkpoint."""
+    for window in reversed(windows):
+        if window.step <= begins:
+            return
+        if window.steps:
+            redone = min(window.steps, window.step - begins) / window.steps
+            window.redone_fraction = max(window.redone_fraction, redone)
 
 
 def _mark_redone(attempts: Sequence[Attempt]) -> None:
@@ -193,6 +207,7 @@ def _mark_redone(attempts: Sequence[Attempt]) -> None:
         attempt.kept_step = kept
         for window in attempt.windows:
             if kept is not None and window.steps:
-                window.redone_fraction = min(window.steps, max(0, window.step - kept)) / window.steps
+                redone = min(window.steps, max(0, window.step - kept)) / window.steps
+                window.redone_fraction = max(window.redone_fraction, redone)
         if attempt.windows or attempt.restored_t is not None:
             kept = attempt.restored_step if kept is None else min(kept, attempt.restored_step)

@@ -13,7 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from launch.monitor.attempts import Attempt
-from launch.monitor.reader import Columns, RunReader
+from launch.monitor.columns import Columns
+from launch.monitor.reader import RunReader
+from pretrain.metrics.index import BLOCK_RECORDS
 
 X = Literal["step", "tokens", "hours"]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -41,23 +43,64 @@ def curve(reader: RunReader, name: str, view: View) -> dict[str, Any]:
     """One field of the step records: `kept`, `smooth` and `lost` lines as [[x …], [y …]]; gaps are None."""
     kept: list[tuple[Floats, Floats]] = []
     lost: list[tuple[Floats, Floats]] = []
+    means: list[tuple[Floats, Floats]] = []
+    reach = view.smooth
     for attempt in reader.attempts():
-        columns = reader.columns.get(attempt.number)
-        if columns is None or name not in columns.fields:
-            continue
-        x, y, counts = _line(reader, attempt, columns, name, view.x)
-        kept.append((x[counts], y[counts]))
-        if not counts.all():
-            # The last step that counts joins the lost piece to the line that it left.
-            begin = max(0, int(np.argmin(counts)) - 1)
-            lost.append((x[begin:], y[begin:]))
-    x, y = _joined(kept)
-    answer: dict[str, Any] = {"kept": _answer(x, y, view)}
-    if view.smooth and len(y) > 2:
-        answer["smooth"] = _answer(x, running_mean(y, view.smooth), view)
+        for columns in _columns(reader, attempt, name, view):
+            x, y, counts = _line(reader, attempt, columns, name, view.x)
+            kept.append((x[counts], y[counts]))
+            lost += _lost_pieces(x, y, counts)
+            blocks = reader.means.get(attempt.number)
+            if blocks is not None and columns is reader.columns.get(attempt.number) and name in blocks.fields:
+                # Of blocks a mean over means; the rows of the columns are their extremes.
+                x, y, counts = _line(reader, attempt, blocks, name, view.x)
+                reach = max(1, round(view.smooth / BLOCK_RECORDS))
+                after = 2 * len(reader.blocks[attempt.number])
+                means.append((x[counts], y[counts]))
+                x, y, counts = _line(reader, attempt, columns, name, view.x)
+                x, y, counts = x[after:], y[after:], counts[after:]
+            means.append((x[counts], y[counts]))
+    answer: dict[str, Any] = {"kept": _answer(*_joined(kept), view)}
+    if view.smooth and sum(len(y) for _, y in means) > 2:
+        x, y = _joined(means)
+        answer["smooth"] = _answer(x, running_mean(y, reach), view)
     if lost:
         answer["lost"] = _with_gaps([_answer(*piece, view) for piece in lost])
     return answer
+
+
+def _columns(reader: RunReader, attempt: Attempt, name: str, view: View) -> list[Columns]:
+    """Where a field's points of an attempt are: the records themselves where that is a short part of a long file."""
+    sparse = reader.sparse.get(attempt.number)
+    if sparse is not None and name in sparse.fields:
+        return [sparse]
+    columns = reader.columns.get(attempt.number)
+    if columns is None or name not in columns.fields:
+        return []
+    if reader.blocks.get(attempt.number) and (view.low is not None or view.high is not None):
+        low, high = (_step_at(reader, columns, view.x, edge) for edge in (view.low, view.high))
+        exact = reader.exact(attempt.number, -1e18 if low is None else low, 1e18 if high is None else high)
+        if exact is not None and name in exact.fields:
+            return [exact, *_tail(reader, attempt.number, columns)]
+    return [columns]
+
+
+def _tail(reader: RunReader, attempt: int, columns: Columns) -> list[Columns]:
+    """The rows behind the blocks, which are records themselves."""
+    after = 2 * len(reader.blocks[attempt])
+    if after >= columns.length:
+        return []
+    fields = {name: values[after:] for name, values in columns.fields.items()}
+    return [Columns(columns.length - after, fields)]
+
+
+def _step_at(reader: RunReader, columns: Columns, x: X, edge: float | None) -> float | None:
+    """The step at a place of the horizontal axis."""
+    if edge is None or x == "step" or (x == "tokens" and "tokens" not in columns.fields):
+        return edge
+    xs = np.array(columns.fields["tokens" if x == "tokens" else "t"])
+    wanted = edge if x == "tokens" else reader.events[0].t + 3600 * edge
+    return float(np.interp(wanted, xs, np.array(columns.fields["step"])))
 
 
 def validation_curves(reader: RunReader, name: str, view: View) -> dict[str, list[list[float | None]]]:
@@ -122,7 +165,19 @@ def _line(
     else:
         x = steps
     counts = steps <= attempt.kept_step if attempt.kept_step is not None else np.ones(len(steps), dtype=bool)
+    if len(steps) > 1:  # after a spike the attempt itself went back: what it did again counts
+        least_behind = np.minimum.accumulate(steps[::-1])[::-1]
+        counts[:-1] &= steps[:-1] < least_behind[1:]
     return x, y, counts
+
+
+def _lost_pieces(x: Floats, y: Floats, counts: np.ndarray[Any, np.dtype[np.bool_]]) -> list[tuple[Floats, Floats]]:
+    """Neighbouring points that do not count; the last step that counts joins a piece to the line that it left."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], counts, [True])).astype(np.int8)))
+    return [
+        (x[max(0, begin - 1) : end], y[max(0, begin - 1) : end])
+        for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
+    ]
 
 
 def _tokens_at(reader: RunReader, attempt: int, step: int) -> float:
@@ -155,6 +210,7 @@ def _with_gaps(pieces: list[list[list[float | None]]]) -> list[list[float | None
     for xs, ys in pieces:
         points += [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None]
         if points:
-            points.append((points[-1][0], None))
+            # A little behind its end: where lines are joined by x, the gap must not take the last point's place.
+            points.append((float(np.nextafter(np.float32(points[-1][0]), np.float32(np.inf))), None))
     order = sorted(range(len(points)), key=lambda place: points[place][0])
     return [[points[place][0] for place in order], [points[place][1] for place in order]]

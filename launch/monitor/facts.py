@@ -6,7 +6,8 @@ Takes readers → dicts. Values of `cluster.environment` are never shown: people
 from __future__ import annotations
 
 import json
-import math
+import re
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +16,40 @@ from launch.monitor.ledger import Kind, Ledger, Span
 from launch.monitor.reader import RunReader
 from launch.monitor.report import attempt_json, checkpoints_of, last_validations
 from pretrain.errors import StoreError
-from pretrain.metrics.definitions import STEP_FIELDS, VALIDATION_FIELDS
+from pretrain.metrics.definitions import STEP_FIELDS, TABLES
 from pretrain.rundir import RunStatus
 from pretrain.rundir.status import metrics_key
 from pretrain.store import Store
 
 MOST_SPANS = 800
 SHORTEST = 2000
+MOST_CELLS = 40_000  # of a heat map
 LOG_BYTES = 65536
+_LOSS = re.compile(rb'"loss": ?(-?[0-9][0-9.e+-]*)')
 _HIDDEN = "cluster.environment."
-_EVENTS = ("fault", "committed", "restored", "config_changed", "takeover", "stopped", "interrupted", "failed")
-_TILES = ("learning_rate", "gradient_norm", "mfu", "eta_s", "tokens", "step_s", "data_wait_s", "skipped_steps")
+_EVENTS = frozenset(
+    "fault committed save_failed restored started_from rolled_back step_rerun straggler quarantined config_changed "
+    "takeover stopped interrupted failed".split()
+)
+_TILES = (
+    "learning_rate",
+    "gradient_norm",
+    "mfu",
+    "hfu",
+    "peak_flops",
+    "eta_s",
+    "tokens",
+    "step_s",
+    "data_wait_s",
+    "skipped_steps",
+    "forward_s",
+    "backward_s",
+    "optimizer_s",
+    "host_bytes",
+    "allocated_bytes",
+    "straggling",
+    "memory_copy_step",
+)
 
 
 def run_facts(reader: RunReader) -> dict[str, Any]:
@@ -47,7 +71,35 @@ def run_facts(reader: RunReader) -> dict[str, Any]:
         ][-400:],
         "logs": sorted(reader.run.store.list("logs")),
         "fields": sorted({name for columns in reader.columns.values() for name in columns.fields}),
+        "tables": _tables(reader),
+        "warnings": reader.warnings,
+        "heat": heat_map(reader),
+        "samples": sorted(reader.run.store.list("samples"))[-50:],
+        "pictures": sorted(name for name in reader.run.store.list("plots") if name.endswith(".png")),
+        "profiles": sorted(reader.run.store.list("profiles")),
     }
+
+
+def _tables(reader: RunReader) -> dict[str, Any]:
+    """The newest of every table of the records."""
+    newest = reader.last_record()
+    return {name: newest[name] for name in ("sources", "objectives", "layers", "attention") if name in newest}
+
+
+def heat_map(reader: RunReader) -> dict[str, Any]:
+    """Own work of every rank of the newest attempt over its median at that time: [rows][ranks]."""
+    if not reader.ranks:
+        return {"attempt": 0, "steps": [], "ratio": []}
+    attempt = max(reader.ranks)
+    history = reader.ranks[attempt]
+    stride = max(1, -(-len(history.steps) * len(history.own_s[-1]) // MOST_CELLS))
+    ratio = []
+    for at in range(0, len(history.steps), stride):
+        own_s = [max(column) for column in zip(*history.own_s[at : at + stride], strict=True)]
+        median_s = statistics.median(own_s)
+        ratio.append([round(value / median_s, 3) if median_s > 0 else 1.0 for value in own_s])
+    steps = [history.steps[min(at + stride, len(history.steps)) - 1] for at in range(0, len(history.steps), stride)]
+    return {"attempt": attempt, "steps": steps, "ratio": ratio, "own_s": history.own_s[-1]}
 
 
 def timeline(ledger: Ledger) -> list[dict[str, Any]]:
@@ -105,11 +157,11 @@ def curve_facts(reader: RunReader, names: Sequence[str], view: View) -> dict[str
 
 
 def definitions() -> dict[str, dict[str, str]]:
-    """Unit and meaning of every field that can be drawn."""
-    step = {name: {"unit": metric.unit, "meaning": metric.meaning} for name, metric in STEP_FIELDS.items()}
-    return step | {
-        f"validation.{name}": {"unit": metric.unit, "meaning": metric.meaning}
-        for name, metric in VALIDATION_FIELDS.items()
+    """Unit, meaning and source of every field that can be drawn; those of tables without the row's name."""
+    tables = {f"{table}.{name}": metric for table, fields in TABLES.items() for name, metric in fields.items()}
+    return {
+        name: {"unit": metric.unit, "meaning": metric.meaning, "source": metric.source}
+        for name, metric in (STEP_FIELDS | tables).items()
     }
 
 
@@ -136,6 +188,12 @@ def log_facts(store: Store, key: str) -> dict[str, Any]:
     return {"key": key, "size": size, "start": start, "text": text}
 
 
+def sample_facts(store: Store, key: str) -> dict[str, Any]:
+    """The first 50 samples that a validation wrote. Raises NotFoundError."""
+    lines = store.get(key).splitlines()[:50]
+    return {"key": key, "samples": [json.loads(line) for line in lines]}
+
+
 def overview_row(status: RunStatus, store: Store) -> dict[str, Any]:
     """A run in the list: its status and the losses of its last records."""
     return {**status.to_json(), "recent_losses": _recent_losses(store, status.attempt) if status.attempt else []}
@@ -149,13 +207,8 @@ def _recent_losses(store: Store, attempt: int, most: int = 48) -> list[float]:
         lines = store.get_range(key, start, size - start).split(b"\n")
     except StoreError:  # not there yet, or out of reach
         return []
-    losses = []
-    for line in lines[1:] if start else lines:
-        try:
-            loss = json.loads(line).get("loss")
-        except (ValueError, AttributeError):
-            continue
-        if isinstance(loss, int | float) and math.isfinite(loss):
-            losses.append(float(loss))
+    # The first loss of a line is the step's own; parsing the lines took half of a row's time.
+    found = [_LOSS.search(line) for line in lines[1 if start else 0 : -1] if b'"validation"' not in line]
+    losses = [float(match[1]) for match in found if match]
     stride = max(1, len(losses) // most)
     return losses[::-1][::stride][:most][::-1]

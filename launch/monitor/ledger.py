@@ -28,7 +28,7 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint stall"  # the loop stood still for a save
     FIRST_START = "first start"  # from the run's creation to its first step
     RESTART = "restart"  # from noticing that an attempt is over to the next one's first step
-    REWORK = "rework"  # steps that were lost and had to be done again
+    REWORK = "rework"  # steps that were lost and had to be done again, and going back to a checkpoint after a spike
     ENDING = "ending"  # from the last save to the end of the ranks
     IDLE = "idle"  # nobody trained the run
     UNEXPLAINED = "unexplained"  # no record says
@@ -198,6 +198,8 @@ def _write_attempt(writer: _Writer, attempt: Attempt, now: float | None) -> None
             writer.until(min(t, ready_t), kind, attempt.number, phase)
     writer.until(ready_t, kind, attempt.number, "first step" if attempt.restored_t else "load")
     for window in attempt.windows:
+        back_s = min(window.rollback_s, max(0.0, window.end_t - writer.cursor))
+        writer.until(writer.cursor + back_s, Kind.REWORK, attempt.number)  # restored, after a spike, before these steps
         gap = max(0.0, window.end_t - writer.cursor - window.validation_s)
         train_s = min(window.train_s, gap)
         redone_s = train_s * window.redone_fraction

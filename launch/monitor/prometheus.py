@@ -7,6 +7,8 @@ Format: prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,31 +16,22 @@ from launch.monitor.ledger import Kind
 from launch.monitor.reader import LIVING, RunReader
 from launch.monitor.runs_view import MOST_READERS, RunsView
 from pretrain.errors import PretrainError
+from pretrain.metrics.series import SERIES as RECORD_SERIES
+from pretrain.metrics.series import Samples, add_record, format_samples
 
-CONTENT_TYPE = "text/plain; version=0.0.4"
 # name -> type, help
 SERIES = {
     "pretrain_up": ("gauge", "1 while the runs can be listed"),
+    "pretrain_home_free_ratio": ("gauge", "free part of the disk that the runs are on; local homes only"),
     "pretrain_run_state": ("gauge", "1 for the state that a run is in"),
-    "pretrain_step": ("gauge", "optimizer steps done"),
     "pretrain_total_steps": ("gauge", "optimizer steps of the whole run"),
-    "pretrain_loss": ("gauge", "training loss of the last record, nats per target token"),
-    "pretrain_tokens_per_second": ("gauge", "targets per second, all ranks"),
-    "pretrain_updated_timestamp_seconds": ("gauge", "last sign of life, Unix time"),
     "pretrain_attempt": ("gauge", "number of the last attempt"),
-    "pretrain_tokens": ("gauge", "targets that counted since step 1; falls when a run goes back to a checkpoint"),
-    "pretrain_gradient_norm": ("gauge", "global L2 norm of the gradient before clipping"),
-    "pretrain_learning_rate": ("gauge", "rate of the last recorded step"),
-    "pretrain_mfu_ratio": ("gauge", "model FLOPs utilisation, 0 to 1"),
-    "pretrain_step_seconds": ("gauge", "mean wall time of a step since the record before"),
-    "pretrain_data_wait_seconds": ("gauge", "time the last recorded step waited for its rows"),
-    "pretrain_eta_seconds": ("gauge", "expected time to the last step"),
-    "pretrain_skipped_steps": ("gauge", "steps skipped for a gradient that was not finite"),
-    "pretrain_validation_loss": ("gauge", "last validation of a source, nats per target token"),
-    "pretrain_validation_bpb": ("gauge", "last validation of a source, bits per byte of text"),
+    **RECORD_SERIES,
     "pretrain_checkpoint_step": ("gauge", "step of the last committed checkpoint"),
     "pretrain_checkpoint_timestamp_seconds": ("gauge", "when the last checkpoint was committed, Unix time"),
+    "pretrain_checkpoint_bytes": ("gauge", "size of the last committed checkpoint"),
     "pretrain_faults_total": ("counter", "faults by cause"),
+    "pretrain_restarts_total": ("counter", "attempts after the first, by the cause of the end before them"),
     "pretrain_spent_seconds": ("gauge", "where the time since the run's creation went"),
     "pretrain_goodput_ratio": ("gauge", "part of the wall time in which steps that count were computed"),
 }
@@ -50,27 +43,18 @@ _STATUS = {
     "updated_at": "pretrain_updated_timestamp_seconds",
     "attempt": "pretrain_attempt",
 }
-_FIELDS = {
-    "tokens": "pretrain_tokens",
-    "gradient_norm": "pretrain_gradient_norm",
-    "learning_rate": "pretrain_learning_rate",
-    "mfu": "pretrain_mfu_ratio",
-    "step_s": "pretrain_step_seconds",
-    "data_wait_s": "pretrain_data_wait_seconds",
-    "eta_s": "pretrain_eta_seconds",
-    "skipped_steps": "pretrain_skipped_steps",
-}
-
 CAUSES = ("application", "node", "hang")
-
-Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def format_metrics(view: RunsView) -> str:
     """All series of all runs."""
-    samples: Samples = {name: [] for name in SERIES}
     overview = view.overview()
-    samples["pretrain_up"].append(({}, 0.0 if overview["problem"] else 1.0))
+    samples: Samples = {"pretrain_up": [({}, 0.0 if overview["problem"] else 1.0)], "pretrain_run_state": []}
+    folder = view.home.local_path("")
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            disk = shutil.disk_usage(folder)
+            samples["pretrain_home_free_ratio"] = [({}, disk.free / disk.total)]
     looked = 0
     for row in overview["runs"]:
         run = {"run": row["name"]}
@@ -86,50 +70,52 @@ def format_metrics(view: RunsView) -> str:
                 _add_reader(samples, reader, run)
         except PretrainError:  # removed since it was listed
             continue
-    return _text(samples)
+    return format_samples(samples, SERIES)
 
 
 def _add(samples: Samples, names: Mapping[str, str], values: Mapping[str, Any], labels: dict[str, str]) -> None:
     for key, name in names.items():
         if values.get(key) is not None:
-            samples[name].append((labels, float(values[key])))
+            samples.setdefault(name, []).append((labels, float(values[key])))
+
+
+def run_samples(reader: RunReader) -> Samples:
+    """Every series of one run, as for Ray's metrics."""
+    samples: Samples = {}
+    run = {"run": reader.name}
+    _add(samples, _STATUS, reader.status.to_json(), run)
+    _add_reader(samples, reader, run)
+    return samples
 
 
 def _add_reader(samples: Samples, reader: RunReader, run: dict[str, str]) -> None:
-    _add(samples, _FIELDS, {field: reader.last_value(field) for field in _FIELDS}, run)
-    newest = {point.source: point.values for point in reader.validations}
-    for source, values in newest.items():
-        names = {"loss": "pretrain_validation_loss", "bits_per_byte": "pretrain_validation_bpb"}
-        _add(samples, names, values, {**run, "source": source})
+    known = {name for name in _STATUS.values() if any(labels == run for labels, _ in samples.get(name, ()))}
+    found: Samples = {}
+    add_record(found, reader.last_record(), run)
+    for series, values in found.items():
+        if series not in known:
+            samples.setdefault(series, []).extend(values)
     faults = dict.fromkeys(CAUSES, 0)  # from zero, so that the first one is an increase
-    for event in reader.events:
-        if event.kind == "fault":
-            cause = str(event.fields.get("cause") or "unknown")
-            faults[cause] = faults.get(cause, 0) + 1
-    for cause, count in faults.items():
-        samples["pretrain_faults_total"].append(({**run, "cause": cause}, float(count)))
-    committed = [event for event in reader.events if event.kind == "committed"]
-    if committed:
-        samples["pretrain_checkpoint_step"].append((run, float(committed[-1].fields.get("step") or 0)))
-        samples["pretrain_checkpoint_timestamp_seconds"].append((run, committed[-1].t))
+    for event in reader.of_kind("fault"):
+        cause = str(event.fields.get("cause") or "unknown")
+        faults[cause] = faults.get(cause, 0) + 1
     ledger = reader.ledger()
+    restarts = dict.fromkeys(CAUSES, 0)
+    for restart in ledger.restarts:
+        restarts[restart.cause] = restarts.get(restart.cause, 0) + 1
+    for series, counts in (("pretrain_faults_total", faults), ("pretrain_restarts_total", restarts)):
+        samples.setdefault(series, []).extend(({**run, "cause": cause}, float(n)) for cause, n in counts.items())
+    committed = reader.of_kind("committed")
+    if committed:
+        last = {**committed[-1].fields, "t": committed[-1].t}
+        names = {
+            "step": "pretrain_checkpoint_step",
+            "t": "pretrain_checkpoint_timestamp_seconds",
+            "bytes": "pretrain_checkpoint_bytes",
+        }
+        _add(samples, names, last, run)
     for kind in Kind:
-        samples["pretrain_spent_seconds"].append(({**run, "kind": str(kind)}, ledger.seconds.get(kind, 0.0)))
+        spent = ({**run, "kind": str(kind)}, ledger.seconds.get(kind, 0.0))
+        samples.setdefault("pretrain_spent_seconds", []).append(spent)
     if ledger.goodput is not None:
-        samples["pretrain_goodput_ratio"].append((run, ledger.goodput))
-
-
-def _text(samples: Samples) -> str:
-    lines = []
-    for name, (kind, meaning) in SERIES.items():
-        if not samples[name]:
-            continue
-        lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
-        for labels, value in samples[name]:
-            inner = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
-            lines.append(f"{name}{{{inner}}} {value!r}" if inner else f"{name} {value!r}")
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        samples.setdefault("pretrain_goodput_ratio", []).append((run, ledger.goodput))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from launch.monitor.attempts import Attempt
 from launch.monitor.ledger import PHASES, Kind, Ledger
 from launch.monitor.reader import RunReader
 from launch.tables import format_table
-from pretrain.errors import ExitCode, RunError
+from pretrain.errors import ExitCode, RunError, UserError
 from pretrain.metrics.progress import format_count, format_duration
 from pretrain.rundir import RunDirectory
 
@@ -26,8 +27,23 @@ def run_report(args: argparse.Namespace) -> int:
     reader.refresh()
     if reader.problem:
         raise RunError(reader.problem)
+    if args.html:
+        from launch.monitor.html_report import make_html
+
+        _write(Path(args.html), make_html(reader))
+        print(args.html)
+        return int(ExitCode.DONE)
     print(json.dumps(report_json(reader), indent=2) if args.json else format_report(reader))
     return int(ExitCode.DONE)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UserError(
+            f"--html={path} cannot be written: {error.strerror}. It must be a file in a folder that can be written to."
+        ) from None
 
 
 def report_json(reader: RunReader) -> dict[str, Any]:
@@ -59,9 +75,20 @@ def attempt_json(attempt: Attempt) -> dict[str, Any]:
 
 
 def checkpoints_of(reader: RunReader) -> list[dict[str, Any]]:
-    """Every checkpoint that was committed, in order; older ones may be pruned by now."""
-    committed = [event for event in reader.events if event.kind == "committed"]
-    return [{"t": event.t, **event.fields} for event in committed]
+    """Every checkpoint that was committed, in order, with what is known of it now.
+
+    `verified`: "read by attempt 3" once a restore has hashed every byte, "sizes match" while its manifest is whole and
+    its files are as long as that says, "pruned" when it is gone, or what is wrong.
+    """
+    read = {event.fields.get("checkpoint"): event.fields.get("attempt") for event in reader.of_kind("restored")}
+    there = reader.checkpoint_problems()
+    rows = []
+    for event in reader.of_kind("committed"):
+        name = str(event.fields.get("checkpoint"))
+        words = [f"read by attempt {read[name]}"] if name in read else []
+        words += [there.get(name, "pruned") or ("" if words else "sizes match")]
+        rows.append({"t": event.t, "tier": "durable", **event.fields, "verified": ", ".join(filter(None, words))})
+    return rows
 
 
 def last_validations(reader: RunReader) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ import ipaddress
 import json
 import math
 import socket
+import sys
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,10 +22,11 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
 
-from launch.monitor.answers import answer_api
-from launch.monitor.prometheus import CONTENT_TYPE, format_metrics
+from launch.monitor.answers import answer_api, answer_picture
+from launch.monitor.prometheus import format_metrics
 from launch.monitor.runs_view import RunsView
 from pretrain.errors import PretrainError
+from pretrain.metrics.series import CONTENT_TYPE
 
 STATIC = Path(__file__).parent / "static"
 COOKIE = "pretrain_token"
@@ -61,6 +63,10 @@ class DashboardServer(ThreadingHTTPServer):
         # Not HTTPServer's, which asks the name service for this machine's name and waits where there is none.
         TCPServer.server_bind(self)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a page that was closed while it was answered
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         host, port = str(self.server_address[0]), self.server_address[1]
@@ -91,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.OK, file.read_bytes(), _TYPES[file.suffix])
         if path == "/metrics":
             return self._send(HTTPStatus.OK, format_metrics(self.server.view).encode(), CONTENT_TYPE)
+        if path == "/picture":
+            return self._picture({name: values[-1] for name, values in query.items()})
         if path.startswith("/api/"):
             return self._answer(path.removeprefix("/api/"), {name: values[-1] for name, values in query.items()})
         self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
@@ -106,6 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self._send_json(HTTPStatus.NOT_FOUND, {"error": "There is no such answer."})
         self._send_json(HTTPStatus.OK, found)
+
+    def _picture(self, query: dict[str, str]) -> None:
+        try:
+            body = answer_picture(self.server.view, query)
+        except PretrainError as error:
+            return self._send_json(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+        self._send(HTTPStatus.OK, body, "image/png")
 
     def _may_ask(self) -> bool:
         if self.server.token:

@@ -18,10 +18,12 @@ class SaveProgress:
         count: chunks written and looks for other ranks so far.
         cancelled: a wish to give up.
         warning: what went wrong without harm to the save.
+        bytes: of the whole checkpoint, on the rank that published it.
     """
 
     count: int = 0
     warning: str = ""
+    bytes: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
 
@@ -66,6 +68,11 @@ class SaveHandle:
     def warning(self) -> str:
         """What went wrong without harm to the save; to be read when it is done."""
         return self._progress.warning
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole checkpoint, on rank 0 when it is done."""
+        return self._progress.bytes
 
     @property
     def progress(self) -> int:

@@ -159,7 +159,8 @@ def _write(job: _Job, progress: SaveProgress) -> None:
         if job.rank:
             return
         files = [entry, *_others(job, progress)]
-        data = replace(job.manifest, files=tuple(files)).encode()
+        manifest = replace(job.manifest, files=tuple(files))
+        data, progress.bytes = manifest.encode(), manifest.total_bytes
         job.guard()
         passing("save.before_manifest", job.name)
         job.store.put(MANIFEST, data)

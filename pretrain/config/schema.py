@@ -32,6 +32,8 @@ from pretrain.config.families import RopeScaling as RopeScaling
 from pretrain.config.families import T5Config as T5Config
 from pretrain.config.families import YarnRope as YarnRope
 from pretrain.config.health import HealthConfig as HealthConfig
+from pretrain.config.metrics import MetricsConfig as MetricsConfig
+from pretrain.config.metrics import ProfileConfig as ProfileConfig
 from pretrain.config.objectives import AnyObjective as AnyObjective
 from pretrain.config.objectives import CausalLMObjective as CausalLMObjective
 from pretrain.config.objectives import DenoiserConfig as DenoiserConfig
@@ -322,26 +324,6 @@ class EvalConfig(Section):
     translation: TranslationEvalConfig | None = setting(
         "translations of held-out pairs with their scores; none means never", resume="free", default=None
     )
-
-
-class WandbConfig(Section):
-    """Weights & Biases sink, off by default and never fatal."""
-
-    mode: Literal["off", "offline", "online"] = setting("off, offline or online", resume="free", default="off")
-    project: Text = setting("project", resume="free", default="pretrain")
-    entity: Text | None = setting("user or team", resume="free", default=None)
-
-
-class MetricsConfig(Section):
-    """What is measured how often and where it goes; JSONL in the run directory always."""
-
-    log_every_steps: PositiveInt = setting("steps between progress lines and records", resume="free", default=1)
-    peak_flops_per_rank: PositiveReal | None = setting(
-        "peak FLOP/s of one rank for MFU; none measures it on CPU and looks it up on CUDA",
-        resume="free",
-        default=None,
-    )
-    wandb: WandbConfig = setting("Weights & Biases", resume="free", default=WandbConfig())
 
 
 class RunConfig(Section):

@@ -93,6 +93,8 @@ def make_batch(
         target_tokens=target_tokens,
         target_bytes=target_bytes,
         digest=_digest(index, decoder_ids, lengths, labels, encoder_ids, encoder_lengths, *further),
+        row_tokens=None if num_real == num_tokens else tuple(0 if row is None else row.labels.size for row in rows),
+        document_kinds=_kinds(present),
     )
 
 
@@ -160,6 +162,11 @@ def _prefixes(rows: Sequence[PackedRow], padded: bool) -> I64 | None:
     """First parts of all documents, padding (which has none) included; None where no row has any."""
     found = [row.prefix_lengths for row in rows if row.prefix_lengths is not None]
     return np.concatenate([*found, np.zeros(int(padded), dtype=np.int64)]) if found else None
+
+
+def _kinds(rows: Sequence[PackedRow]) -> tuple[int, ...] | None:
+    kinds = [kind for row in rows if row.kinds is not None for kind in row.kinds.tolist()]
+    return tuple(kinds) if kinds else None
 
 
 def _pack(

@@ -165,6 +165,7 @@ def _make_padded(
         target_tokens=num_real - ends.size,
         target_bytes=target_bytes,
         digest=_digest(index, num_tokens, of_ids, lengths.size, of_lengths, of_labels),
+        row_tokens=None if num_real == num_tokens else tuple(rows.num_real.tolist()),
     )
 
 

@@ -30,6 +30,7 @@ from pretrain.data.random_stream import row_key
 from pretrain.data.raw_loader import RawLoader, open_raw
 from pretrain.data.rows import SourceRows, batch_shape, open_sources
 from pretrain.data.segments import check_same_data, order_of
+from pretrain.data.shares import shares_of, started_before
 from pretrain.data.stages import plan_of, plan_run
 from pretrain.data.state import DataState, Segment
 from pretrain.data.step import StepData as StepData
@@ -192,6 +193,17 @@ class Loader:
             "data_hedges": sum(count.hedges for count in counts),
             "data_cache_hits": sum(count.cache_hits for count in counts),
         }
+
+    def row_sources(self, state: DataState, index: int) -> I64:
+        """Source index of each row of micro-batch `index` of the step that begins at `state`."""
+        size = state.segment.micro_batch_size
+        first = state.next_row + index * size
+        placed = order_of(state.started, state.seed).place_rows(np.arange(first, first + size))
+        return np.array([self._source_index[source.name] for source in state.segment.sources])[placed[:, 0]]
+
+    def shares(self, after: DataState) -> dict[str, dict[str, float]]:
+        """See `shares_of`."""
+        return shares_of(after, order_of(started_before(after), after.seed))
 
     def close(self) -> None:
         """Ends the thread that reads ahead."""

@@ -33,6 +33,7 @@ class PackedRow:
         encoder_lengths: int64 [N], or None; as many documents as `lengths`.
         prefix_lengths: int64 [N], decoder tokens of each document that see each other in both directions; None
             where all see only what is before them.
+        kinds: int64 [N], number of the denoiser of each document; None where nobody chose one.
     """
 
     decoder_ids: Ids
@@ -41,6 +42,7 @@ class PackedRow:
     encoder_ids: Ids | None = None
     encoder_lengths: I64 | None = None
     prefix_lengths: I64 | None = None
+    kinds: I64 | None = None
 
 
 def causal_lm_row(ids: Ids, ends: I64, num_real: int) -> PackedRow:

@@ -61,9 +61,9 @@ def span_tasks(ids: Ids, ends: I64, num_real: int, rule: Corruption, key: int) -
         if piece.body.size < rule.shortest:
             continue
         which = int(np.searchsorted(limits, draws[0, piece.start] * limits[-1], side="right"))
-        denoiser = rule.denoisers[min(which, len(rule.denoisers) - 1)]
+        which = min(which, len(rule.denoisers) - 1)
         mine = draws[1, piece.start : piece.start + piece.body.size]
-        tasks.append(corrupt(piece, denoiser, rule, mine))
+        tasks.append(corrupt(piece, rule.denoisers[which], rule, mine)._replace(kind=which))
     return tasks
 
 

@@ -41,10 +41,11 @@ class Piece(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One document's question and answer, int64 each and not empty."""
+    """One document's question and answer, int64 each and not empty; `kind` is the number of its denoiser."""
 
     inputs: I64
     targets: I64
+    kind: int | None = None
 
 
 def pieces(ids: Ids, ends: I64, num_real: int) -> Iterator[Piece]:
@@ -72,6 +73,7 @@ def pair_row(tasks: Sequence[Task], start_id: int) -> PackedRow:
         lengths=_sizes([task.targets for task in tasks]),
         encoder_ids=_joined([task.inputs for task in tasks]),
         encoder_lengths=_sizes([task.inputs for task in tasks]),
+        kinds=_kinds(tasks),
     )
 
 
@@ -87,11 +89,17 @@ def prefix_row(tasks: Sequence[Task], *, bidirectional: bool) -> PackedRow:
         labels=_joined([part for task in tasks for part in ([IGNORED_LABEL] * (task.inputs.size - 1), task.targets)]),
         lengths=prefixes + _sizes([task.targets for task in tasks]) - 1,
         prefix_lengths=prefixes if bidirectional else None,
+        kinds=_kinds(tasks),
     )
 
 
 def _joined(parts: Sequence[Sequence[int] | I64]) -> I64:
     return np.concatenate([np.zeros(0, dtype=np.int64), *(np.asarray(part, dtype=np.int64) for part in parts)])
+
+
+def _kinds(tasks: Sequence[Task]) -> I64 | None:
+    kinds = [task.kind for task in tasks if task.kind is not None]
+    return np.array(kinds, dtype=np.int64) if kinds else None
 
 
 def _sizes(parts: Sequence[I64]) -> I64:

@@ -25,12 +25,14 @@ from pretrain.data.batch import dropout_key, empty_batch, make_batch, sum_digest
 from pretrain.data.documents import SourceSpec
 from pretrain.data.format import Manifest, dtype_for
 from pretrain.data.inputs import InputFile, list_files
+from pretrain.data.objective import I64
 from pretrain.data.objectives import TokenObjective, token_objective
 from pretrain.data.order import RowOrder, SourceShape
 from pretrain.data.permutation import derive_key
 from pretrain.data.random_stream import row_key
 from pretrain.data.raw_stream import RawLane, RawRow, deal_shards
 from pretrain.data.rows import batch_shape
+from pretrain.data.shares import shares_of
 from pretrain.data.state import DataState, RawPosition, Segment, SegmentSource
 from pretrain.data.step import StepData
 from pretrain.data.tokenizer import Tokenizer
@@ -136,6 +138,15 @@ class RawLoader:
     def source_names(self) -> tuple[str, ...]:
         """Names by source index."""
         return tuple(source.name for source in self._sources)
+
+    def row_sources(self, state: DataState, index: int) -> I64:
+        """Source index of each row of micro-batch `index` of the step that begins at `state`."""
+        first = state.next_row + index * self._shape.rows
+        return self._order.place_rows(np.arange(first, first + self._shape.rows, dtype=np.int64))[:, 0]
+
+    def shares(self, after: DataState) -> dict[str, dict[str, float]]:
+        """See `shares_of`; without epochs."""
+        return shares_of(after, self._order)
 
     def initial_state(self) -> DataState:
         """The state of a run that has read nothing."""

@@ -118,6 +118,12 @@ def all_reduce_sums(values: Sequence[int | float]) -> list[int | float]:
     ]
 
 
+def gather_floats(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's values, in rank order, on every rank; a collective, one message."""
+    rows: list[list[float]] = _all_gather(torch.tensor(values, dtype=torch.float64), "values of ranks").tolist()
+    return rows
+
+
 def gather_texts(text: str) -> list[str]:
     """Every rank's text, in rank order, on every rank; a collective."""
     data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)

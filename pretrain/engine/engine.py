@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.config.schema import MuonConfig, OptimizerConfig, RunConfig
+from pretrain.config.schema import RunConfig
 from pretrain.engine.distributed import collective, limit_collectives
 from pretrain.engine.experts import connect_experts, mark_group, share_experts
 from pretrain.engine.layout import (
@@ -34,11 +34,9 @@ from pretrain.engine.layout import (
     release_weights,
     whole_momenta,
 )
-from pretrain.engine.muon import build_muon, muon_groups
+from pretrain.engine.parameters import group_of_each, optimizer_of, persistent_buffers
 from pretrain.engine.quiet import load_deepspeed, silenced
 from pretrain.engine.state import (
-    BUFFER,
-    FROZEN,
     MASTER,
     Fragment,
     OptimizerSpec,
@@ -49,8 +47,6 @@ from pretrain.engine.state import (
 from pretrain.engine.zero import accumulation_steps, clips_itself, deepspeed_config, most_accumulated, sharing_ranks
 from pretrain.errors import PretrainError
 from pretrain.loss.sums import LossSums
-from pretrain.optim.groups import parameter_groups
-from pretrain.optim.optimizers import build_optimizer
 from pretrain.sequence import Batch
 from pretrain.topology import World
 
@@ -74,8 +70,8 @@ class Engine:
     Attributes:
         accumulation_steps: micro-batches of this rank in this step, empty ones included; see `begin_step`.
         deepspeed_engine: for benchmarks; nobody else calls it.
-        forward_s: wall seconds of all forward passes so far: on CPU and at ZeRO stages 0 to 2 this rank's own work;
-            at stage 3 it holds waits for weights, on CUDA it is the time to launch the kernels.
+        forward_s, backward_s, optimizer_s: wall seconds of each so far. Forward is this rank's own work on CPU at ZeRO
+            stages 0 to 2; elsewhere there are waits for other ranks in it; on CUDA it is the time to launch kernels.
     """
 
     def __init__(self, model: nn.Module, config: RunConfig, world: World, device: torch.device) -> None:
@@ -90,7 +86,7 @@ class Engine:
         self._world, self._config, self._device = world, config.engine, device
         self._clipping = config.optimizer.gradient_clipping
         self._clips_itself = clips_itself(config.engine)
-        self.forward_s = 0.0
+        self.forward_s = self.backward_s = self.optimizer_s = 0.0
         self._microstep = 0
         self._reduction: ExitStack | None = None
         deepspeed = load_deepspeed(device)
@@ -135,11 +131,14 @@ class Engine:
             raise RuntimeError(f"a step of {micro_batches} micro-batches after {self._microstep} of another")
         self.accumulation_steps = micro_batches
 
-    def micro_step(self, batch: Batch, *, global_target_tokens: int) -> LossSums:
+    def micro_step(
+        self, batch: Batch, *, global_target_tokens: int, watching: AbstractContextManager[None] | None = None
+    ) -> LossSums:
         """Forward and backward of one micro-batch; gives its detached sums.
 
         Args:
             global_target_tokens: targets of the whole step over all ranks; 0 gives a zero gradient.
+            watching: open during the forward pass, not while layers are computed again in the backward pass.
 
         Raises:
             PeerFailedError: another rank is gone.
@@ -156,8 +155,10 @@ class Engine:
             elif self._reduction is None:
                 engine.set_gradient_accumulation_boundary(last)
             started = time.perf_counter()
-            sums: LossSums = engine(batch)
-            self.forward_s += time.perf_counter() - started
+            with watching or nullcontext():
+                sums: LossSums = engine(batch)
+            forward_ended = time.perf_counter()
+            self.forward_s += forward_ended - started
             # DeepSpeed divides by the ranks (gradient average) and by the accumulation steps (backward).
             scale = self._world.size * self._divisor / max(1, global_target_tokens)
             engine.backward(sums.objective * scale)
@@ -165,6 +166,7 @@ class Engine:
                 self._reduction.close()
                 self._reduction = None
                 engine.set_gradient_accumulation_boundary(True)
+            self.backward_s += time.perf_counter() - forward_ended
         self._microstep += 1
         return LossSums(*(value.detach() for value in sums))
 
@@ -178,6 +180,13 @@ class Engine:
         if self._microstep != self.accumulation_steps:
             raise RuntimeError(f"step after {self._microstep} of {self.accumulation_steps} micro-batches")
         self._microstep = 0
+        started = time.perf_counter()
+        try:
+            return self._step(learning_rate)
+        finally:
+            self.optimizer_s += time.perf_counter() - started
+
+    def _step(self, learning_rate: float) -> StepOutcome:
         engine = self.deepspeed_engine
         for group, scale in zip(engine.basic_optimizer.param_groups, self._rate_scales, strict=True):
             group["lr"] = learning_rate * scale
@@ -373,26 +382,6 @@ class Engine:
                 f"DeepSpeed took over {', '.join(wrong)}, which differs from the config. "
                 "Its version may not fit: install the one of constraints.txt."
             )
-
-
-def persistent_buffers(model: nn.Module) -> tuple[str, ...]:
-    """Names of the buffers that belong to a model's state."""
-    kept = model.state_dict(keep_vars=True)
-    return tuple(name for name, _ in model.named_buffers() if name in kept)
-
-
-def optimizer_of(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that a config names, over the named groups of a model that is not sharded yet."""
-    if isinstance(config, MuonConfig):
-        return build_muon(muon_groups(model, config))
-    return build_optimizer(parameter_groups(model, config.weight_decay), config)
-
-
-def group_of_each(model: nn.Module, optimizer: torch.optim.Optimizer, buffers: tuple[str, ...]) -> dict[str, str]:
-    """Name of a parameter or buffer -> name of its group in the optimizer, FROZEN or BUFFER."""
-    named = {id(p): str(group["name"]) for group in optimizer.param_groups for p in group["params"]}
-    groups = {name: named.get(id(parameter), FROZEN) for name, parameter in model.named_parameters()}
-    return groups | dict.fromkeys(buffers, BUFFER)
 
 
 def _range(tensor: torch.Tensor, first: int, count: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from pretrain.loss.rows import tell_losses
 from pretrain.loss.sums import LossSums
 from pretrain.sequence import IGNORED_LABEL
 
@@ -74,6 +75,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         )
         grad_bias_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=_sum_dtype(weight_VD))
         sums = torch.zeros(3, dtype=_sum_dtype(hidden_TD), device=hidden_TD.device)
+        nll_of_chunks: list[Tensor] = []
         for start in range(0, hidden_TD.shape[0], options.chunk_rows):
             rows = slice(start, start + options.chunk_rows)
             chunk_CD = hidden_TD[rows]
@@ -81,13 +83,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             if bias_V is not None:
                 logits_CV += bias_V
             if options.chunk is None:
-                chunk_sums, grad_logits_CV = _compute_chunk(logits_CV, labels_T[rows], options, wants_gradients)
+                values_3C, grad_logits_CV = _compute_chunk(logits_CV, labels_T[rows], options, wants_gradients)
             else:
-                chunk_sums, grad_logits_CV = options.chunk(
+                values_3C, grad_logits_CV = options.chunk(
                     logits_CV, labels_T[rows], options.label_smoothing, options.z_loss, options.softcap
                 )
             del logits_CV
-            sums += chunk_sums
+            sums += values_3C.sum(dim=1)
+            nll_of_chunks.append(values_3C[1])
             if grad_hidden_TD is None or grad_weight_VD is None or grad_logits_CV is None:
                 continue
             if grad_bias_V is not None:
@@ -99,6 +102,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
             else:
                 grad_weight_VD += grad_logits_CV.t() @ chunk_CD
             del grad_logits_CV  # or it would lie beside the next chunk's logits
+        tell_losses(nll_of_chunks)
         # Not saved tensors: the backward pass scales them in place, which saves a copy of the matrix.
         ctx.gradients = (grad_hidden_TD, grad_weight_VD, grad_bias_V)
         ctx.weight_dtype = weight_VD.dtype
@@ -121,14 +125,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
 def _compute_chunk(
     logits_CV: Tensor, labels_C: Tensor, options: LossOptions, wants_gradients: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """[objective, nll, z] summed over the rows that count, and the gradient; takes the logits over."""
+    """[objective, nll, z] of each row, 0 where it does not count, and the gradient; takes the logits over."""
     slope_CV = _cap_(logits_CV, options.softcap) if options.softcap is not None else None
     chunk = _Chunk.forward(logits_CV, labels_C)
-    sums = chunk.sums(options)
+    values_3C = chunk.values(options)
     if not wants_gradients:
-        return sums, None
+        return values_3C, None
     grad_CV = chunk.gradient_(options)
-    return sums, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
+    return values_3C, grad_CV if slope_CV is None else grad_CV.mul_(slope_CV)
 
 
 def chunk_formula(
@@ -145,13 +149,13 @@ def chunk_formula(
     square_C = lse_C.square()
     objective_C = (1.0 - label_smoothing) * nll_C + label_smoothing * (lse_C - capped_CV.mean(dim=1))
     objective_C = objective_C + z_loss * square_C
-    sums = torch.where(counts_C, torch.stack((objective_C, nll_C, square_C)), 0.0).sum(dim=1)
+    values_3C = torch.where(counts_C, torch.stack((objective_C, nll_C, square_C)), 0.0)
     hit_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == targets_C1
     row_scale_C = weights_C * (1.0 + 2.0 * z_loss * lse_C)
     grad_CV = torch.exp(capped_CV - lse_C.unsqueeze(1)) * row_scale_C.unsqueeze(1)
     wanted_CV = label_smoothing / logits_CV.shape[1] + (1.0 - label_smoothing) * hit_CV
     grad_CV = grad_CV - weights_C.unsqueeze(1) * wanted_CV
-    return sums, grad_CV if tanh_CV is None else grad_CV * (1.0 - tanh_CV.square())
+    return values_3C, grad_CV if tanh_CV is None else grad_CV * (1.0 - tanh_CV.square())
 
 
 def _cap_(logits_CV: Tensor, cap: float) -> Tensor:
@@ -191,8 +195,8 @@ class _Chunk:
         lse_C = (at_targets_C1 - log_softmax_CV.gather(1, targets_C1)).squeeze(1)
         return cls(log_softmax_CV, targets_C1, counts_C, lse_C)
 
-    def sums(self, options: LossOptions) -> Tensor:
-        """[objective, nll, z] over the rows that count."""
+    def values(self, options: LossOptions) -> Tensor:
+        """[objective, nll, z] of each row, 0 where it does not count."""
         nll_C = -self.log_softmax.gather(1, self.targets).squeeze(1)
         square_C = self.lse.square()
         objective_C = nll_C
@@ -201,7 +205,7 @@ class _Chunk:
             objective_C = (1.0 - smoothing) * nll_C - smoothing * self.log_softmax.mean(dim=1)
         if options.z_loss:
             objective_C = objective_C + options.z_loss * square_C
-        return torch.where(self.counts, torch.stack((objective_C, nll_C, square_C)), 0.0).sum(dim=1)
+        return torch.where(self.counts, torch.stack((objective_C, nll_C, square_C)), 0.0)
 
     def gradient_(self, options: LossOptions) -> Tensor:
         """d objective / d logits, written over the log-softmax."""

@@ -40,6 +40,11 @@ def read_attempts(store: Store) -> dict[int, list[dict[str, Any]]]:
     return dict(sorted(attempts.items()))
 
 
+def records_before(store: Store, attempt: int) -> list[tuple[int, dict[str, Any]]]:
+    """(attempt, record) of all earlier attempts, in the order they were written: what a tracker may lack of them."""
+    return [(n, record) for n, records in read_attempts(store).items() if n < attempt for record in records]
+
+
 def decode_records(data: bytes) -> list[dict[str, Any]]:
     """The whole lines of a JSONL file; a line torn by a crash or a full disk is left out."""
     records = []

@@ -8,17 +8,27 @@ again.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from pretrain.config.schema import RunConfig
+from pretrain.config.schema import MetricsConfig, RunConfig
 from pretrain.errors import StoreError
 from pretrain.log import Log
+from pretrain.metrics.index import IndexBuilder, encode_line, index_key
 from pretrain.store import Store, UnsupportedError
 from pretrain.topology import World
+
+_TRACKERS: tuple[tuple[Callable[[MetricsConfig], bool], str], ...] = (
+    (lambda metrics: metrics.wandb.mode != "off", "pretrain.metrics.wandb_sink"),
+    (lambda metrics: metrics.tensorboard, "pretrain.metrics.tensorboard_sink"),
+    (lambda metrics: metrics.trackio.project is not None, "pretrain.metrics.trackio_sink"),
+    (lambda metrics: metrics.prometheus.port is not None, "pretrain.metrics.prometheus_sink"),
+)
+"""When a sink is wanted, and the module whose `open_sink(config, home, attempt, log)` makes it. Imported then only."""
 
 FLUSH_SECONDS = 10.0
 FLUSH_RECORDS = 200
@@ -55,10 +65,10 @@ def open_sinks(
         return []
     log = log or Log(world.rank)
     sinks: list[Sink] = [JsonlSink(run_directory.store, run_directory.metrics_key(attempt), log=log)]
-    if config.metrics.wandb.mode != "off":
-        from pretrain.metrics.wandb_sink import WandbSink
-
-        sinks.append(WandbSink(config, run_directory, attempt, log=log))
+    for wanted, module in _TRACKERS:
+        if wanted(config.metrics):
+            opened = importlib.import_module(module).open_sink(config, run_directory, attempt, log)
+            sinks.append(opened)
     return sinks
 
 
@@ -78,6 +88,8 @@ class JsonlSink:
         self._log = log or Log()
         self._clock = clock
         self._pending: list[bytes] = []
+        self._unindexed: list[tuple[dict[str, Any], int]] = []  # records of pending lines and their bytes
+        self._index: IndexBuilder | None = IndexBuilder()  # None: it has lost its place
         self._dropped = 0
         self._can_append = True
         self._torn = False  # the last append failed and may have left half a line
@@ -88,6 +100,8 @@ class JsonlSink:
     def write(self, record: dict[str, Any]) -> None:
         if len(self._pending) < MAX_PENDING_LINES:
             self._pending.append(encode_record(record))
+            if self._index is not None:
+                self._unindexed.append((record, len(self._pending[-1])))
         else:
             self._dropped += 1
         if self._can_append:
@@ -111,13 +125,32 @@ class JsonlSink:
         try:
             self._store.append(self._key, b"\n" + data if self._torn else data)
         except UnsupportedError:
-            self._can_append = False
+            self._can_append, self._index, self._unindexed = False, None, []
             return
         except StoreError as error:
-            self._torn = True
+            self._torn, self._index, self._unindexed = True, None, []
             self._warn(error)
             return
         self._pending, self._torn = [], False
+        self._write_index()
+
+    def _write_index(self) -> None:
+        """Keeps the index beside the lines; whatever goes wrong with it, a reader makes it again."""
+        if self._index is None:
+            return
+        lines = []
+        for record, size in self._unindexed:
+            line = self._index.add(finite(record), self._index.end + size)
+            lines += [] if line is None else [encode_line(line)]
+        self._unindexed = []
+        if not lines:
+            return
+        try:
+            if self._store.size(self._key) != self._index.end:
+                raise StoreError("the file holds more than this attempt has written")
+            self._store.append(index_key(self._key), b"".join(lines))
+        except StoreError:
+            self._index = None
 
     def _put_chunk(self) -> None:
         self._flushed_at = self._clock()

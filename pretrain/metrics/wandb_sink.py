@@ -12,25 +12,23 @@ A server that does not answer means one warning and offline files.
 from __future__ import annotations
 
 import json
-import queue
 import shutil
 import tempfile
-import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pretrain.config.schema import RunConfig
 from pretrain.errors import UserError
 from pretrain.log import Log
-from pretrain.metrics.history import read_attempts
-from pretrain.metrics.sinks import MetricsHome, finite
+from pretrain.metrics.history import records_before
+from pretrain.metrics.queued import CLOSE_TIMEOUT_S, Numbered, QueuedSink, first_line, flatten
+from pretrain.metrics.sinks import MetricsHome
 from pretrain.store import NotFoundError, Store, UnsupportedError, make_scratch
 
 ID_KEY = "metrics/wandb.json"
-QUEUE_RECORDS = 10_000
 INIT_TIMEOUT_S = 15.0
-CLOSE_TIMEOUT_S = 20.0
 
 
 class WandbSink:
@@ -50,60 +48,31 @@ class WandbSink:
         self._attempt = attempt
         self._log = log or Log()
         self._init_timeout_s = init_timeout_s
-        self._records: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(QUEUE_RECORDS)
-        self._written = 0  # records of this attempt, those that the queue had no room for included
-        self._off = False  # wandb failed for good: records are no longer taken
-        self._warned_full = False
         self._scratch = make_scratch("wandb")
-        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
-        self._thread.start()
+        self._sink = QueuedSink("wandb", self._track, log=self._log)
 
     def write(self, record: dict[str, Any]) -> None:
-        if self._off:
-            return
-        try:
-            self._records.put_nowait((self._written, record))
-        except queue.Full:
-            if not self._warned_full:
-                self._warned_full = True
-                self._log.warning("wandb does not keep up and misses records; the JSON lines have them all")
-        self._written += 1
+        self._sink.write(record)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Ends the wandb run of this attempt; waits at most `timeout_s` seconds for what is queued."""
-        if not self._off:
-            try:
-                self._records.put(None, timeout=timeout_s)
-            except queue.Full:
-                self._log.warning("wandb does not end in time; its last records may be missing")
-                return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._log.warning("wandb does not end in time; its last records may be missing")
-        else:
+        if self._sink.close(timeout_s):
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _work(self) -> None:
-        """The thread: everything that wandb raises ends here, in one warning."""
+    def _track(self, records: Iterator[Numbered]) -> None:
+        """The thread."""
         try:
             run = self._start()
             first = self._catch_up(run)
-            while (item := self._records.get()) is not None:
-                number, record = item
+            for number, record in records:
                 run.log({**flatten(record), "attempt": self._attempt}, step=first + number)
             run.finish()
+        finally:
             _teardown()  # ends wandb's service process now instead of at exit
-        except BaseException as error:  # wandb also raises SystemExit and bare exceptions of its service
-            self._off = True
-            self._log.warning(
-                f"wandb is off for the rest of this attempt: {_first_line(error)}. Training and the JSON lines go on."
-            )
-            _teardown()
 
     def _catch_up(self, run: Any) -> int:
         """Sends what wandb lacks of the earlier attempts; gives the count of this attempt's first record."""
-        attempts = read_attempts(self._run_directory.store)
-        earlier = [(n, record) for n, records in attempts.items() if n < self._attempt for record in records]
+        earlier = records_before(self._run_directory.store, self._attempt)
         known = int(run.step)  # what the server has; 0 offline
         for count, (attempt, record) in enumerate(earlier[known:], start=known):
             run.log({**flatten(record), "attempt": attempt}, step=count)
@@ -121,7 +90,7 @@ class WandbSink:
             _teardown()  # the service keeps a failed id "in use"
             run = self._init(wandb_id, "offline")
             self._log.warning(
-                f"wandb is offline for this attempt: {_first_line(error)}. "
+                f"wandb is offline for this attempt: {first_line(error)}. "
                 f"Send its records later with: wandb sync {run.settings.sync_dir}"
             )
         run.define_metric("step")
@@ -153,6 +122,11 @@ class WandbSink:
         )
 
 
+def open_sink(config: RunConfig, home: MetricsHome, attempt: int, log: Log) -> WandbSink:
+    """See `sinks._TRACKERS`."""
+    return WandbSink(config, home, attempt, log=log)
+
+
 def obtain_id(store: Store) -> str:
     """The wandb id of this run directory, drawn at the first call and the same ever after.
 
@@ -173,19 +147,6 @@ def obtain_id(store: Store) -> str:
     return str(json.loads(store.get(ID_KEY))["id"])
 
 
-def flatten(record: dict[str, Any]) -> dict[str, Any]:
-    """A record as flat wandb keys (`validation/prose/loss`); absent and non-finite values are left out."""
-    flat: dict[str, Any] = {}
-    for name, value in finite(record).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}/{key}": item for key, item in flatten(value).items()}
-        elif isinstance(value, bool):
-            flat[name] = int(value)
-        elif value is not None:
-            flat[name] = value
-    return flat
-
-
 def _import_into(scratch: Path) -> Any:
     """wandb, which makes temporary folders when it is imported and removes them only at an orderly exit of Python."""
     before, tempfile.tempdir = tempfile.tempdir, str(scratch)
@@ -203,7 +164,3 @@ def _teardown() -> None:
         wandb.teardown()
     except BaseException:
         return  # nothing is left to end
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

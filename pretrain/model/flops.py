@@ -87,6 +87,17 @@ def training_flops_per_step(model: AnyModelConfig, batch: BatchConfig) -> int:
     return batch.global_batch_size * training_flops_per_row(model, batch)
 
 
+def hardware_flops_per_step(model: AnyModelConfig, batch: BatchConfig, *, recomputed: bool) -> int:
+    """FLOPs that the step really takes: the layers' forward pass once more where they are `recomputed`."""
+    flops = training_flops_per_step(model, batch)
+    if not recomputed:
+        return flops
+    outside = model.vocabulary_size * model.width  # the head is never computed again
+    if isinstance(model, EncoderConfig):
+        outside += model.width * model.width
+    return flops + flops // 3 - batch.global_batch_size * 2 * outside * batch.sequence_length
+
+
 def _decoder_parameters(model: DecoderConfig) -> int:
     head_width = model.head_width or model.width // model.num_heads
     layer = _decoder_matrices(model) + 2 * model.width + (2 * head_width if model.qk_norm else 0)

@@ -22,7 +22,7 @@ from pretrain.errors import ConfigError, FencedError, PretrainError, RunError
 from pretrain.rundir.journal import Event, JournalWriter, read_events
 from pretrain.rundir.lease import Lease
 from pretrain.rundir.records import DamagedFileError, decode_record, encode_record
-from pretrain.rundir.run_yaml import CONFIG_KEY, encode_config, read_config
+from pretrain.rundir.run_yaml import CONFIG_KEY, encode_config, read_config, read_total_steps
 from pretrain.rundir.status import RunStatus, metrics_key, read_status
 from pretrain.store import NotFoundError, Store, UnsupportedError, open_store
 
@@ -276,7 +276,7 @@ class RunDirectory:
 
     def status(self) -> RunStatus:
         """How the run stands; only reads. Raises DamagedFileError naming the file."""
-        return read_status(self.store, self.name, self.config().schedule.total_steps)
+        return read_status(self.store, self.name, read_total_steps(self.store))
 
 
 def list_runs(home: str | None = None) -> list[RunStatus]:

@@ -41,7 +41,7 @@ class EventKind(StrEnum):
     STARTED_FROM = "started_from"  # attempt, checkpoint of another run, taken, left: numbers of parameters, optimizer
     TRAINING = "training"  # attempt, step: its first one is done, stages: seconds of the start of rank 0
     STANDBYS_READY = "standbys_ready"  # attempt, ranks: the next attempt can start from so many warm processes
-    COMMITTED = "committed"  # attempt, step, checkpoint
+    COMMITTED = "committed"  # attempt, step, checkpoint, tier, bytes, stall_s, write_s
     SAVE_FAILED = "save_failed"  # attempt, step, checkpoint, message
     STEP_RERUN = "step_rerun"  # attempt, step, verdict: data or hardware, why, ranks: those whose results differed
     ROLLED_BACK = "rolled_back"  # attempt, step, to_step, rows: jumped over from now on, why

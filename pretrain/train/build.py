@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,17 +35,21 @@ from pretrain.metrics.peak import peak_flops_per_rank, remembered_peak
 from pretrain.metrics.sinks import Sink, open_sinks
 from pretrain.metrics.throughput import Throughput
 from pretrain.model.attention import explain_attention
-from pretrain.model.flops import parameter_counts, training_flops_per_step
+from pretrain.model.flops import hardware_flops_per_step, parameter_counts, training_flops_per_step
 from pretrain.model.kernels import keep_compiled
 from pretrain.model.registry import build_model
 from pretrain.processor import computes_bf16
 from pretrain.rundir import RunDirectory
 from pretrain.topology import World
+from pretrain.train.layer_watch import LayerWatch
 from pretrain.train.memory import MemorySaver, open_memory_tier
 from pretrain.train.own_work import OwnWork
+from pretrain.train.profiler import StepProfiler
 from pretrain.train.reporter import Reporter
 from pretrain.train.saving import Saver
 from pretrain.train.state import TrainingState
+from pretrain.train.step_times import StepTimes
+from pretrain.train.step_watch import StepWatch
 from pretrain.train.stop import StopFlag
 from pretrain.train.translate import held_out_pairs, translate_held_out
 from pretrain.train.validate import validate
@@ -88,8 +93,12 @@ class Training:
     sinks: list[Sink]
     throughput: Throughput
     own_work: OwnWork
+    times: StepTimes
+    profiler: StepProfiler
     save_stall_s: float = field(default=0.0)
-    _flops: dict[tuple[int, int], int] = field(default_factory=dict)
+    _flops: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    rollback_s: float = field(default=0.0)
+    warned: set[str] = field(default_factory=set)
 
     def restore(self) -> TrainingState:
         """The state to go on from: the newest good checkpoint's, or the start of the run. A collective."""
@@ -111,30 +120,74 @@ class Training:
         peak = remembered_peak(self.place.run.store, device, lambda: peak_flops_per_rank(configured, device, precision))
         self.throughput = Throughput(
             flops_per_step=training_flops_per_step(self.config.model, model_batch(self.config)),
-            peak_flops=peak and peak * self.place.world.size,
+            peak_flops=peak,
+            ranks=self.place.world.size,
             total_steps=self.config.schedule.total_steps,
         )
+        if self.place.world.is_main:
+            known = (
+                "none is known: metrics.peak_flops_per_rank sets it" if peak is None else f"{peak / 1e12:.4g} TFLOP/s"
+            )
+            self.place.log.info("mfu and hfu are of this peak of one rank", peak=known)
 
-    def flops_of(self, segment: Segment) -> int:
-        """Model FLOPs of a step of this segment, all ranks together."""
+    def log_due(self, step: int) -> bool:
+        """Whether the step that makes `step` steps is logged whatever comes of it."""
+        return step == self.config.schedule.total_steps or step % self.config.metrics.log_every_steps == 0
+
+    def watch(self, state: TrainingState) -> StepWatch | None:
+        """Looks closer at the step that begins at `state`, if it will be logged; the same on every rank."""
+        if not self.log_due(state.step + 1):
+            return None
+        every = self.config.metrics.layers_every_steps
+        due = every is not None and (state.step + 1) % every == 0
+        layers = LayerWatch(self.engine, attention=self.place.world.is_main) if due else None
+        return StepWatch(self.config, self.loader, state.data, layers)
+
+    def warn(self, step: int, words: list[str]) -> None:
+        """Says what is wrong with attention heads, each once per attempt."""
+        about = {re.split(r":| gives", word)[0]: word for word in words}
+        new = [word for key, word in about.items() if key not in self.warned]
+        self.warned |= about.keys()
+        if new:
+            self.place.log.warning("attention heads have gone wrong", step=step, heads=new[:8], more=len(new[8:]))
+
+    def flops_of(self, segment: Segment) -> tuple[int, int]:
+        """Model FLOPs of a step of this segment, all ranks together, and those with what is computed again."""
         shape = segment.global_batch_size, segment.sequence_length
         if shape not in self._flops:
             named = {"global_batch_size": shape[0], "sequence_length": shape[1]}
             batch = model_batch(self.config, self.config.batch.model_copy(update=named))
-            self._flops[shape] = training_flops_per_step(self.config.model, batch)
+            recomputed, model = self.config.engine.activation_checkpointing, self.config.model
+            hardware = hardware_flops_per_step(model, batch, recomputed=recomputed)
+            self._flops[shape] = training_flops_per_step(model, batch), hardware
         return self._flops[shape]
 
     def flops_left(self, state: TrainingState) -> int:
         """Model FLOPs of the steps to come."""
         left = steps_by_segment(state.data, state.step, self.config.schedule.total_steps)
-        return sum(steps * self.flops_of(segment) for segment, steps in left)
+        return sum(steps * self.flops_of(segment)[0] for segment, steps in left)
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Hands a record to every sink; only rank 0 has any."""
-        record = {"t": time.time(), **record, "save_stall_s": self.save_stall_s, **self.loader.fetch_record()}
-        self.save_stall_s = 0.0
+        record = {
+            "t": time.time(),
+            **record,
+            "save_stall_s": self.save_stall_s,
+            "rollback_s": self.rollback_s,
+            "memory_copy_step": self.saver.memory_copy_step,
+            **self.loader.fetch_record(),
+        }
+        self.save_stall_s = self.rollback_s = 0.0
         for sink in self.sinks:
             sink.write(record)
+
+    @contextlib.contextmanager
+    def going_back(self) -> Iterator[None]:
+        """The time of a restore within an attempt, which is no step's."""
+        started = time.perf_counter()
+        with self.throughput.excluded():
+            yield
+        self.rollback_s += time.perf_counter() - started
 
     def measures_due(self, step: int, *, last: bool) -> tuple[str, ...]:
         """What is measured after this step: losses of held-out rows, translations of held-out pairs."""
@@ -240,7 +293,11 @@ def build_training(config: RunConfig, place: Place) -> Training:
     sinks = open_sinks(config, place.run, place.world, place.attempt, log)
     throughput = Throughput(flops_per_step=0.0, peak_flops=None, total_steps=config.schedule.total_steps)
     own_work = OwnWork(lambda: engine.forward_s)
-    return Training(config, place, loader, validation, engine, tokenizer, pairs, saver, sinks, throughput, own_work)
+    times = StepTimes(engine, own_work, place.device)
+    profiler = StepProfiler(config.metrics.profile, place.run.store, place.attempt, place.world.rank, log)
+    return Training(
+        config, place, loader, validation, engine, tokenizer, pairs, saver, sinks, throughput, own_work, times, profiler
+    )
 
 
 def _failures(place: Place, *, from_memory: bool) -> FailureRate:

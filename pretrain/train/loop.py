@@ -9,7 +9,6 @@ nothing random is drawn here.
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import torch
@@ -40,25 +39,27 @@ def train(training: Training) -> ExitCode:
         training.save(state)  # a spike before the first checkpoint must find one
     training.start_clock()
     while state.step < config.schedule.total_steps:
-        started = time.perf_counter()
         state, data, agreed = _read_step(training, state)
-        data_wait_s = time.perf_counter() - started
         if agreed.stop is not StopReason.NONE:
             return _end_early(training, state, agreed.stop)
 
-        record = _optimize(training, state, data, agreed, data_wait_s)
+        with training.profiler.step(state.step + 1):
+            record = _optimize(training, state, data, agreed)
         before, after = state, training.loader.next_state(state.data)
         state = state.after(after, target_tokens=agreed.target_tokens, applied=record.outcome.applied)
-        training.throughput.finish_step(agreed.target_tokens, flops=training.flops_of(before.data.segment))
+        flops = training.flops_of(before.data.segment)
+        training.throughput.finish_step(agreed.target_tokens, flops=flops[0], hardware_flops=flops[1])
+        training.times.finish_step(data.target_tokens)
 
         last = state.step == config.schedule.total_steps
-        if last or state.step % config.metrics.log_every_steps == 0 or not record.outcome.applied:
+        if training.log_due(state.step) or not record.outcome.applied:
             heartbeat.phase("record", state.step, collective=True)  # a disk may be slow; nobody hangs for it
             log_step(training, state, record)
             passing("step.logged")
         finding = judge_step(training, before, record)
         if finding.back_to is not None:
-            state = roll_back(training, before, finding)
+            with training.going_back():
+                state = roll_back(training, before, finding)
             continue
         state = replace(state, health=finding.state)
         _keep(training, state, save_due=agreed.save_due, last=last)
@@ -111,25 +112,24 @@ def _read_step(training: Training, state: TrainingState) -> tuple[TrainingState,
         training.place.log.warning("corrupt blocks are masked from here on", blocks=sorted(found), step=state.step)
 
 
-def _optimize(
-    training: Training, state: TrainingState, data: StepData, agreed: Agreement, data_wait_s: float
-) -> StepRecord:
+def _optimize(training: Training, state: TrainingState, data: StepData, agreed: Agreement) -> StepRecord:
     """Forward, backward and optimizer step; what was not finite is computed once more. A collective."""
-    record = _compute(training, state, data, agreed, data_wait_s)
+    record = _compute(training, state, data, agreed)
     if record.outcome.applied or not training.config.health.rerun_suspicious_steps:
         return record
-    again = _compute(training, state, data, agreed, data_wait_s)
+    again = _compute(training, state, data, agreed)
     compare_again(training, state, record, again)
     return again
 
 
-def _compute(
-    training: Training, state: TrainingState, data: StepData, agreed: Agreement, data_wait_s: float
-) -> StepRecord:
+def _compute(training: Training, state: TrainingState, data: StepData, agreed: Agreement) -> StepRecord:
+    watch = training.watch(state)
     total = torch.zeros(3, dtype=torch.float64, device=training.place.device)
     training.engine.begin_step(len(data.batches))
     for batch in data.batches:
-        sums = training.engine.micro_step(batch.to(training.place.device), global_target_tokens=agreed.target_tokens)
+        there = batch.to(training.place.device)
+        watching = None if watch is None else watch.forward(there)
+        sums = training.engine.micro_step(there, global_target_tokens=agreed.target_tokens, watching=watching)
         training.place.heartbeat.phase("step", state.step)
         passing("step.microstep")
         total += torch.stack(sums)
@@ -139,7 +139,9 @@ def _compute(
     passing("step.before_update")
     outcome = training.engine.step(learning_rate)
     passing("step.after_update")
-    return StepRecord(agreed, outcome, learning_rate, total, data_wait_s)
+    if watch is not None:
+        watch.after_step()
+    return StepRecord(agreed, outcome, learning_rate, total, watch)
 
 
 def _end_early(training: Training, state: TrainingState, reason: StopReason) -> ExitCode:

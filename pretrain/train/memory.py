@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from pretrain.checkpoint import COPIES, MemoryTier, Restored, SaveHandle, file_bytes, save
+from pretrain.checkpoint.format import parse_name
 from pretrain.config.schema import CheckpointConfig
 from pretrain.engine.distributed import broadcast_bytes, gather_texts, vote
 from pretrain.engine.engine import Engine
@@ -96,6 +97,12 @@ class MemorySaver:
         self._guard, self._log = guard, log
         self._pending: SaveHandle | None = None
         self._complete: str | None = None
+
+    @property
+    def copied_step(self) -> int | None:
+        """Step of the newest complete copy."""
+        found = parse_name(self._complete) if self._complete else None
+        return found and found[1]
 
     def note(self, restored: Restored | None) -> None:
         """Takes the copy that was restored as the newest complete one, and logs those that could not be used."""

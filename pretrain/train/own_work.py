@@ -31,6 +31,11 @@ class OwnWork:
         finally:
             self._waited_s += time.perf_counter() - started
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds of waiting for data so far."""
+        return self._waited_s
+
     def take(self) -> float | None:
         """Seconds since the last call; None the first time."""
         total = self._waited_s + self._forward_s()

@@ -34,6 +34,7 @@ from pretrain.store import remove_leftovers
 from pretrain.topology import World
 from pretrain.train.build import Place, build_training
 from pretrain.train.loop import train
+from pretrain.train.out_of_memory import explain, is_out_of_memory
 from pretrain.train.reporter import JournalReporter, PipeReporter, Reporter, SilentReporter
 from pretrain.train.stop import StopFlag
 from pretrain.train.watch import Heartbeat, Watchdog, descriptor, die_with_parent, process_began
@@ -197,6 +198,10 @@ def _train_here(config: RunConfig, place: Place) -> ExitCode:
     passing("start.built")
     try:
         return train(training)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain(training, error) from error
     finally:
         training.close()
 

@@ -14,6 +14,7 @@ from pretrain.engine.engine import StepOutcome
 from pretrain.train.agreement import Agreement
 from pretrain.train.build import Training
 from pretrain.train.state import TrainingState
+from pretrain.train.step_watch import StepWatch
 
 
 @dataclass(slots=True)
@@ -22,13 +23,14 @@ class StepRecord:
 
     Attributes:
         sums: float64 [3]: objective, nll, z-loss; they stay on the device until somebody asks for the loss.
+        watch: what else a logged step tells.
     """
 
     agreed: Agreement
     outcome: StepOutcome
     learning_rate: float
     sums: torch.Tensor
-    data_wait_s: float
+    watch: StepWatch | None = None
     _reduced: tuple[float, float, float] | None = field(default=None)
 
     def reduced(self) -> tuple[float, float, float]:
@@ -47,7 +49,11 @@ class StepRecord:
 
 
 def log_step(training: Training, state: TrainingState, record: StepRecord) -> None:
-    """Sums the losses over the ranks and hands a record to the sinks. A collective."""
+    """Gathers what the ranks know of the step and hands a record to the sinks. A collective."""
+    rates = training.throughput.rates(state.step, flops_left=training.flops_left(state))
+    times = training.times.gather(rates.step_s)
+    tables = {} if record.watch is None else record.watch.tables(state.data)
+    training.warn(state.step, tables.get("warnings", []))
     objective, nll, z_loss = (record._per_target(value) for value in record.reduced())
     training.write_record(
         {
@@ -64,7 +70,9 @@ def log_step(training: Training, state: TrainingState, record: StepRecord) -> No
             "tokens": state.tokens,
             "masked_rows": record.agreed.masked_rows,
             "data_digest": f"{record.agreed.data_digest:012x}",
-            "data_wait_s": record.data_wait_s,
-            **training.throughput.rates(state.step, flops_left=training.flops_left(state)).to_record(),
+            **rates.to_record(),
+            "peak_flops": training.throughput.peak_flops,
+            **times,
+            **tables,
         }
     )

@@ -186,6 +186,11 @@ class Saver:
             limits_s.append(advised_s)
         return self._world.is_main and bool(limits_s) and time.monotonic() - self._saved_at >= min(limits_s)
 
+    @property
+    def memory_copy_step(self) -> int | None:
+        """Step of the newest complete copy in the memory of the nodes."""
+        return self._memory.copied_step
+
     def note_validation(self, step: int, losses: Mapping[str, Mapping[str, Any]]) -> None:
         """Metrics by source, kept with the checkpoint of the same step."""
         self._validation = (step, losses)
@@ -282,7 +287,10 @@ class Saver:
             return
         self._log.info("saved", checkpoint=handle.name, step=self.saved_step)
         self._advise(handle)
-        self._reporter.event("committed", attempt=self._attempt, step=self.saved_step, checkpoint=handle.name)
+        cost = {"bytes": handle.bytes, "stall_s": round(handle.stall_s, 4), "write_s": round(handle.write_s, 4)}
+        self._reporter.event(
+            "committed", attempt=self._attempt, step=self.saved_step, checkpoint=handle.name, tier="durable", **cost
+        )
         try:
             for name in prune(self._checkpoints, _retention(self._config), self._guard):
                 self._log.info("pruned", checkpoint=name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pretrain.metrics.definitions import STEP_FIELDS, VALIDATION_FIELDS, format_tables
+from pretrain.metrics.definitions import STEP_FIELDS, TABLES, format_tables
+from pretrain.metrics.series import SERIES, format_series_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,6 +18,17 @@ def test_the_table_of_the_docs_is_the_registry() -> None:
 def test_the_dashboard_draws_only_fields_that_are_defined() -> None:
     source = (ROOT / "launch" / "monitor" / "static" / "charts.js").read_text()
     drawn = re.findall(r'field: "([\w.]+)"', source)
-    assert len(drawn) == 9
-    known = set(STEP_FIELDS) | {f"validation.{name}" for name in VALIDATION_FIELDS}
+    drawn += re.findall(r'"(\w+)"', " ".join(re.findall(r"many: \[(.*?)\]", source)))
+    tables = re.findall(r'table: "(\w+)", value: "(\w+)"(?:, also: "(\w+)")?', source)
+    drawn += [f"{table}.{name}" for table, *names in tables for name in names if name]
+    assert len(drawn) == 26
+    known = set(STEP_FIELDS) | {f"{table}.{name}" for table, fields in TABLES.items() for name in fields}
     assert set(drawn) <= known
+
+
+def test_every_series_of_prometheus_is_a_field_and_the_table_of_the_docs_has_it() -> None:
+    assert format_series_table() in (ROOT / "docs" / "metrics.md").read_text()
+    for name, (kind, meaning) in SERIES.items():
+        assert name.startswith("pretrain_")
+        assert kind == "gauge"
+        assert len(meaning) > 5

@@ -18,7 +18,7 @@ class _Clock:
 
 
 def _throughput(clock: _Clock, total_steps: int = 100) -> Throughput:
-    return Throughput(flops_per_step=6e12, peak_flops=2 * 4e12, total_steps=total_steps, clock=clock)
+    return Throughput(flops_per_step=6e12, peak_flops=4e12, ranks=2, total_steps=total_steps, clock=clock)
 
 
 def test_mfu_is_model_flops_over_time_and_the_peak_of_all_ranks() -> None:

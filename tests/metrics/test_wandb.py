@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from pretrain.metrics import JsonlSink, open_sinks
-from pretrain.metrics.wandb_sink import QUEUE_RECORDS, WandbSink, flatten, obtain_id
+from pretrain.metrics.queued import QUEUE_RECORDS, flatten
+from pretrain.metrics.wandb_sink import WandbSink, obtain_id
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.metrics.home import Home, run_config

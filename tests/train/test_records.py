@@ -16,7 +16,7 @@ from pretrain.train.stop import StopReason
 
 def _record(targets: int, *sums: float) -> StepRecord:
     agreed = Agreement(targets, 0, 0, 0, StopReason.NONE, False)
-    return StepRecord(agreed, StepOutcome(True, 1.0), 1e-3, torch.tensor(sums, dtype=torch.float64), 0.0)
+    return StepRecord(agreed, StepOutcome(True, 1.0), 1e-3, torch.tensor(sums, dtype=torch.float64))
 
 
 def test_the_loss_is_the_sum_over_the_targets() -> None:

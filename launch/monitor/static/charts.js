@@ -11,8 +11,21 @@ const GROUPS = [
   { title: "learning rate", field: "learning_rate", exact: true },
   { title: "model FLOPs utilisation", field: "mfu", show: (value) => `${(100 * value).toFixed(1)} %` },
   { title: "step time", field: "step_s", show: brief },
-  { title: "data wait", field: "data_wait_s", show: brief },
+  { title: "where a step's time goes", many: ["data_wait_s", "forward_s", "backward_s", "optimizer_s"], unit: "s", show: brief },
+  { title: "host memory", field: "host_bytes", show: count },
+  { title: "device memory", many: ["allocated_bytes", "reserved_bytes"], unit: "bytes", show: count },
+  { title: "own work, slowest rank / median", field: "straggling" },
+  { title: "loss by source", table: "sources", value: "loss", log: true },
+  { title: "share of rows by source", table: "sources", value: "share", also: "planned_share" },
+  { title: "epochs by source", table: "sources", value: "epochs" },
+  { title: "loss by objective", table: "objectives", value: "loss", log: true },
+  { title: "weights by layer, L2 norm", table: "layers", value: "parameter_norm", log: true },
+  { title: "updates by layer, L2 norm", table: "layers", value: "update_norm", log: true },
+  { title: "activations by layer, root mean square", table: "layers", value: "activation_rms", log: true },
+  { title: "attention entropy / uniform", table: "attention", value: "entropy_fraction" },
+  { title: "largest attention score", table: "attention", value: "largest_score", log: true },
 ];
+const keyOf = (group) => group.field || group.many?.join() || `${group.table}.${group.value}`;
 const X = ["step", "tokens", "hours"];
 const COLOURS = { light: ["#2563b0", "#c2571a", "#1f8a5f", "#8a4fb5", "#a8780a", "#b5325a", "#2b8aa0", "#6b7280"],
   dark: ["#78b0f2", "#f0955a", "#5ec795", "#c295e8", "#dfb44f", "#ef86a6", "#66c2d6", "#a4b0bd"] };
@@ -22,7 +35,7 @@ export const colour = (place) => COLOURS[document.documentElement.dataset.theme]
 
 export class Charts {
   constructor() {
-    this.runs = []; this.x = "step"; this.smooth = 2; this.log = false; this.lost = true; this.zoom = null;
+    this.runs = []; this.rows = {}; this.x = "step"; this.smooth = 2; this.log = false; this.lost = true; this.zoom = null;
     this.plots = new Map();
     this.axis = el("select", { "aria-label": "Horizontal axis", onchange: () => this.set({ x: this.axis.value, zoom: null }) },
       X.map((word) => el("option", { value: word }, word)));
@@ -61,7 +74,7 @@ export class Charts {
   async load() {
     const asked = (this.asked = {});
     const [low, high] = this.zoom || ["", ""];
-    const answer = await ask("curves", { runs: this.runs.join(","), fields: GROUPS.map((group) => group.field).join(","), x: this.x,
+    const answer = await ask("curves", { runs: this.runs.join(","), fields: GROUPS.flatMap((group) => this.fields(group)).join(","), x: this.x,
       low, high, points: 1200, smooth: SMOOTH[this.smooth] });
     this.meanings ??= await ask("fields");
     if (this.asked !== asked) return;
@@ -69,12 +82,19 @@ export class Charts {
     this.draw();
   }
 
+  /** The fields that a chart shows; a table has one for each of its rows. */
+  fields(group) {
+    if (group.field) return [group.field];
+    if (group.many) return group.many;
+    return (this.rows[group.table] || []).flatMap((row) => [group.value, group.also].filter(Boolean).map((value) => `${group.table}.${row}.${value}`));
+  }
+
   draw() {
     if (!this.answer) return;
     for (const group of GROUPS) {
       const lines = this.lines(group);
-      const old = this.plots.get(group.field);
-      if (!lines.length) { old?.card.remove(); old?.plot.destroy(); this.plots.delete(group.field); continue; }
+      const old = this.plots.get(keyOf(group));
+      if (!lines.length) { old?.card.remove(); old?.plot.destroy(); this.plots.delete(keyOf(group)); continue; }
       const shape = JSON.stringify([lines.map((line) => [line.label, line.dash, line.stroke, line.points]), this.x, this.log,
         document.documentElement.dataset.theme]);
       if (old?.shape === shape) { old.plot.setData(this.data(group, lines)); this.value(old, group, lines); continue; }
@@ -84,6 +104,7 @@ export class Charts {
   }
 
   lines(group) {
+    if (!group.field) return this.severalLines(group);
     const lines = [], many = this.runs.length > 1;
     this.runs.forEach((run, place) => {
       const found = this.answer.curves[run]?.[group.field], main = colour(place), name = many ? run : "";
@@ -103,17 +124,30 @@ export class Charts {
     return lines;
   }
 
+  /** One line per field: of several runs those of the first alone, or nobody could read it. */
+  severalLines(group) {
+    const found = this.answer.curves[this.runs[0]] || {}, fields = this.fields(group).filter((field) => found[field]?.kept[0].length);
+    const stride = Math.max(1, Math.ceil(fields.length / 8));
+    return fields.filter((_, at) => at % stride === 0 || at === fields.length - 1).map((field, at) => {
+      const planned = group.also && field.endsWith(group.also), own = found[field];
+      const label = group.many ? field.replace(/_(s|bytes)$/, "").replaceAll("_", " ") : field.slice(group.table.length + 1).replace(/\.\w+$/, "") + (planned ? " planned" : "");
+      const shown = group.also ? Math.floor(at / 2) : at;
+      return { label, line: own.smooth && !planned && group.table !== "layers" ? own.smooth : own.kept, stroke: colour(shown), width: planned ? 1 : 1.7,
+        dash: planned ? [5, 3] : undefined, points: own.kept[0].length < 2 };
+    });
+  }
+
   data(group, lines) {
     const log = this.log && group.log;
     return uPlot.join(lines.map(({ line }) => [line[0], log ? line[1].map((value) => (value > 0 ? value : null)) : line[1]]));
   }
 
   make(group, lines, shape) {
-    const old = this.plots.get(group.field);
+    const old = this.plots.get(keyOf(group));
     old?.plot.destroy(); old?.card.remove();
-    const meaning = this.meanings[group.field] || {};
+    const meaning = this.meanings[group.field || `${group.table}.${group.value}`] || { unit: group.unit };
     const box = el("div", { class: "plot" }), value = el("span", { class: "value" });
-    const card = el("div", { class: "card", "data-field": group.field },
+    const card = el("div", { class: "card", "data-field": keyOf(group) },
       el("h2", { title: meaning.meaning }, group.title, el("small", {}, meaning.unit === "1" ? "" : meaning.unit || ""), value), box);
     this.grid.append(card);
     const show = group.show || number, axis = { stroke: css("--soft"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false } };
@@ -141,19 +175,19 @@ export class Charts {
       if (this.x === "step" && at != null) this.node.dispatchEvent(new CustomEvent("pick", { detail: plot.data[0][at] }));
     });
     const entry = { plot, card, shape, box, shown: value };
-    this.plots.set(group.field, entry);
+    this.plots.set(keyOf(group), entry);
     this.value(entry, group, lines);
   }
 
   value(entry, group, lines) {
-    const last = lines.length === 1 || this.runs.length === 1 ? lines.at(-1).line[1].findLast((at) => at != null) : null;
+    const last = group.field && (lines.length === 1 || this.runs.length === 1) ? lines.at(-1).line[1].findLast((at) => at != null) : null;
     entry.shown.textContent = last == null ? "" : (group.show || number)(last);
   }
 
   order() {
     let before = null;
-    for (const { field } of GROUPS) {
-      const card = this.plots.get(field)?.card;
+    for (const group of GROUPS) {
+      const card = this.plots.get(keyOf(group))?.card;
       if (!card) continue;
       if (before ? before.nextSibling !== card : this.grid.firstChild !== card) this.grid.insertBefore(card, before ? before.nextSibling : this.grid.firstChild);
       before = card;

@@ -54,6 +54,7 @@ export const css = (name) => getComputedStyle(document.documentElement).getPrope
 export const kindColour = (kind) => `var(--k-${kind.replaceAll(" ", "-")})`;
 
 export async function ask(path, parameters = {}) {
+  if (globalThis.embedded) return globalThis.embedded(path, parameters);
   const response = await fetch(`/api/${path}?${new URLSearchParams(parameters)}`);
   const answer = response.headers.get("content-type")?.startsWith("application/json")
     ? await response.json() : { error: await response.text() };

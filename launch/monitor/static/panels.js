@@ -11,7 +11,8 @@ export function tiles(facts) {
     ["loss", number(status.loss)],
     bits && [`bits/byte, ${bits[0]}`, number(bits[1].bits_per_byte)],
     ["tokens/s", count(status.tokens_per_second)],
-    values.mfu != null && ["MFU", percent(values.mfu)],
+    values.mfu != null && ["MFU", percent(values.mfu), `of ${count(values.peak_flops)}FLOP/s a rank${values.hfu > values.mfu ? `; with recomputation ${percent(values.hfu)}` : ""}`],
+    values.host_bytes != null && ["host memory", `${count(values.host_bytes)}B`],
     facts.living ? ["time left", duration(values.eta_s)] : ["tokens seen", count(values.tokens)],
     ["goodput", percent(ledger.goodput)],
     ["attempts", String(status.attempt || "–")],
@@ -24,7 +25,9 @@ export function tiles(facts) {
     status.reason && el("p", { class: ["failed", "damaged", "lost"].includes(status.state) ? "error" : "note", style: { "white-space": "pre-wrap" } }, status.reason),
     el("div", { class: "progress" }, el("div", { class: "note num", style: { "text-align": "left", "margin-bottom": "4px" } },
       `step ${status.step.toLocaleString("en")}${status.total_steps ? ` of ${status.total_steps.toLocaleString("en")}, ${percent(part, 0)}` : ""}`), bar(part)),
-    el("div", { class: "tiles" }, rows.filter(Boolean).map(([name, value]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, name)))));
+    el("div", { class: "tiles" }, rows.filter(Boolean).map(([name, value, more]) => el("div", { class: "tile", title: more }, el("b", {}, value), el("span", {}, name)))),
+    facts.warnings.length > 0 && el("details", { class: "warned" }, el("summary", {}, `${facts.warnings.length} warnings about attention heads`),
+      el("ul", {}, facts.warnings.slice(0, 100).map((word) => el("li", {}, word)))));
 }
 
 export function ledger(facts) {
@@ -92,6 +95,10 @@ function told(event) {
     case "committed": return `saved ${event.checkpoint}`;
     case "restored": return `attempt ${event.attempt} restored ${event.checkpoint}`;
     case "fault": return `${event.cause} fault in attempt ${event.attempt}: ${event.message}`;
+    case "rolled_back": return `rolled back at step ${event.step} to ${event.to_step}, jumps over rows ${(event.rows || []).join(" to ")}: ${event.why}`;
+    case "step_rerun": return `computed step ${event.step} again: the fault is of the ${event.verdict} (${event.why})`;
+    case "straggler": return `rank ${event.rank} on ${event.host} is slow: ${number(event.median_s)} s of own work a step, others ${number(event.others_median_s)} s`;
+    case "save_failed": return `save of ${event.checkpoint} failed: ${event.message}`;
     case "config_changed": return `config: ${(event.changes || []).join("; ")}`;
     default: return `${event.kind}${event.step == null ? "" : ` at step ${event.step}`}${event.reason ? `: ${event.reason}` : ""}`;
   }
@@ -111,4 +118,62 @@ function table(head, rows) {
   const right = head.map((_, column) => rows.every((row) => /^[\d.–]|^$/.test(String(row[column]))) ? "num" : "");
   return el("table", {}, el("thead", {}, el("tr", {}, head.map((name, column) => el("th", { class: right[column] }, name)))),
     el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, column) => el("td", { class: right[column] }, String(cell)))))));
+}
+
+/** Ranks as a heat map: own work over the median of all ranks at that time; a straggler is a dark row. */
+export function heat(facts) {
+  const { steps, ratio, attempt } = facts.heat;
+  if (!steps.length || ratio[0].length < 2) return null;
+  const ranks = ratio[0].length, cell = Math.max(2, Math.min(18, Math.floor(220 / ranks))), height = ranks * cell;
+  const canvas = el("canvas", { width: steps.length, height: ranks, class: "heat", style: { height: `${height}px` }, role: "img",
+    "aria-label": `own work of ${ranks} ranks, attempt ${attempt}; slowest now ${number(Math.max(...ratio.at(-1)))} times the median` });
+  const context = canvas.getContext("2d"), image = context.createImageData(steps.length, ranks);
+  ratio.forEach((row, x) => row.forEach((value, rank) => image.data.set(shade(value), 4 * (rank * steps.length + x))));
+  context.putImageData(image, 0, 0);
+  const note = el("span", { class: "note" }, "each row a rank, each column a time; hover for numbers");
+  canvas.addEventListener("mousemove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const x = Math.min(steps.length - 1, Math.floor((steps.length * (event.clientX - box.left)) / box.width));
+    const rank = Math.min(ranks - 1, Math.floor((ranks * (event.clientY - box.top)) / box.height));
+    note.textContent = `step ${steps[x]}, rank ${rank}: ${number(ratio[x][rank])} times the median`;
+  });
+  const slow = ratio.at(-1).map((value, rank) => [value, rank]).sort((a, b) => b[0] - a[0]).slice(0, 3);
+  return el("section", { class: "card", "aria-label": "Ranks" }, el("h2", {}, `Ranks: own work over the median, attempt ${attempt}`), canvas,
+    el("div", { class: "legend" }, [0.5, 1, 1.5, 2, 4].map((value) => el("span", {}, el("i", { style: { background: `rgba(${shade(value).slice(0, 3)})` } }), el("small", {}, `× ${value}`))), note),
+    el("p", { class: "note" }, `slowest now: ${slow.map(([value, rank]) => `rank ${rank} (× ${number(value, 3)})`).join(", ")}`));
+}
+
+function shade(value) {
+  const far = Math.max(-1, Math.min(1, Math.log2(Math.max(value, 1e-3)) / 2));
+  const end = far > 0 ? [190, 36, 48] : [48, 110, 190], middle = [206, 212, 220], part = Math.abs(far);
+  return [...middle.map((from, place) => Math.round(from + (end[place] - from) * part)), 255];
+}
+
+export function sources(facts) {
+  const rows = Object.entries(facts.tables.sources || {});
+  if (!rows.length) return null;
+  return el("section", { class: "card scroll", "aria-label": "Data" }, el("h2", {}, "Data: mixture, epochs, loss by source"),
+    table(["source", "share of rows", "planned", "epochs", "loss"], rows.map(([name, row]) => [name, percent(row.share, 2), percent(row.planned_share, 2), number(row.epochs, 3), number(row.loss)])));
+}
+
+export function checkpoints(facts) {
+  if (!facts.checkpoints.length) return null;
+  const copy = facts.values.memory_copy_step;
+  return el("section", { class: "card scroll", "aria-label": "Checkpoints" }, el("h2", {}, "Checkpoints", copy != null ? el("small", {}, ` newest copy in memory: step ${copy}`) : ""),
+    table(["checkpoint", "age", "size", "tier", "stall", "written in", "verified"], facts.checkpoints.slice(-12).toReversed().map((saved) => [saved.checkpoint, ago(saved.t),
+      saved.bytes ? `${count(saved.bytes)}B` : "–", saved.tier, saved.stall_s == null ? "–" : duration(saved.stall_s), saved.write_s == null ? "–" : duration(saved.write_s), saved.verified])));
+}
+
+export function heads(facts) {
+  const rows = Object.entries(facts.tables.attention || {});
+  if (!rows.length) return null;
+  return el("section", { class: "card scroll", "aria-label": "Attention" }, el("h2", {}, "Attention of a document of the last look"),
+    table(["layer", "entropy / uniform", "least", "most", "largest score", "most fixed head"], rows.map(([name, row]) => [name, percent(row.entropy_fraction), percent(row.lowest_entropy_fraction),
+      percent(row.highest_entropy_fraction), number(row.largest_score, 3), percent(row.top_share)])));
+}
+
+export function pictures(facts) {
+  if (!facts.pictures.length) return null;
+  return el("details", { class: "card" }, el("summary", {}, `Pictures: ${facts.pictures.length} (loss curve, attention maps)`),
+    facts.pictures.map((key) => el("figure", {}, el("img", { src: `/picture?${new URLSearchParams({ name: facts.status.name, key })}`, alt: key, loading: "lazy" }), el("figcaption", { class: "note" }, key.slice(6)))));
 }

@@ -17,8 +17,9 @@ export class Run {
     this.charts.node.firstChild.append(el("span", { class: "space" }), this.chips, this.add, this.names);
     this.logs = new Logs(name);
     this.documents = new Documents(name);
+    this.samples = new Samples(name);
     this.charts.node.addEventListener("pick", (event) => this.documents.show(event.detail));
-    this.node = el("div", {}, this.top, this.charts.node, this.documents.node, this.below, this.logs.node, this.configs);
+    this.node = el("div", {}, this.top, this.charts.node, this.documents.node, this.below, this.samples.node, this.logs.node, this.configs);
     this.themed = () => { this.charts.draw(); this.drawChips(); };
     addEventListener("themechange", this.themed);
     this.drawChips();
@@ -29,9 +30,14 @@ export class Run {
     this.every = facts.living ? 2000 : 20000;
     const first = this.version === undefined;
     this.top.replaceChildren(panels.tiles(facts), panels.ledger(facts), panels.timeline(facts));
+    this.charts.rows = Object.fromEntries(Object.entries(facts.tables).map(([table, rows]) => [table, Object.keys(rows)]));
     if (facts.version !== this.version || this.charts.runs.length > 1) await this.charts.load();
     if (facts.version !== this.version) {
-      this.below.replaceChildren(el("div", { class: "pair" }, panels.attempts(facts), panels.events(facts)), ...[panels.restarts(facts)].filter(Boolean));
+      const open = this.below.querySelector("details[open]") !== null;
+      this.below.replaceChildren(...[panels.heat(facts), el("div", { class: "pair" }, ...[panels.sources(facts), panels.heads(facts)].filter(Boolean)),
+        el("div", { class: "pair" }, panels.attempts(facts), panels.events(facts)), panels.checkpoints(facts), panels.restarts(facts), panels.pictures(facts)].filter(Boolean));
+      if (open) this.below.querySelector("details")?.setAttribute("open", "");
+      this.samples.refresh(facts.samples);
       this.version = facts.version;
     }
     await this.logs.refresh(facts.logs, facts.living || first);
@@ -100,5 +106,27 @@ class Logs {
     if (this.text.textContent !== answer.text) this.text.textContent = answer.text || "(empty)";
     this.note.textContent = answer.start ? `the last 64 KiB of ${(answer.size / 1024).toFixed(0)}` : "";
     if (bottom) this.text.scrollTop = this.text.scrollHeight;
+  }
+}
+
+class Samples {
+  constructor(name) {
+    this.name = name; this.keys = "";
+    this.choice = el("select", { "aria-label": "Samples of a step", onchange: () => this.load() });
+    this.rows = el("div", { class: "written" });
+    this.node = el("section", { class: "card", "aria-label": "Samples", hidden: true }, el("h2", {}, "What the model writes"), el("div", { class: "tools" }, this.choice), this.rows);
+  }
+
+  refresh(keys) {
+    this.node.hidden = !keys.length;
+    if (!keys.length || keys.join() === this.keys) return;
+    this.keys = keys.join();
+    this.choice.replaceChildren(...keys.toReversed().map((key) => el("option", { value: key }, `step ${Number(key.match(/\d+/)[0])}`)));
+    this.load();
+  }
+
+  async load() {
+    const { samples } = await ask("sample", { name: this.name, key: this.choice.value });
+    this.rows.replaceChildren(...samples.map((sample) => el("div", { class: "document" }, Object.entries(sample).map(([name, text]) => [el("div", { class: "note" }, name), el("pre", {}, String(text))]))));
   }
 }

@@ -118,7 +118,7 @@ def attention_maps(model: nn.Module, batch: Batch, *, document: int = 0) -> list
     numbers: Counter[str] = Counter()
 
     def take(call: AttentionCall) -> None:
-        maps.append(_map_of(call, f"{call.kind}.{numbers[call.kind]}", document))
+        maps.append(map_of(call, f"{call.kind}.{numbers[call.kind]}", document))
         numbers[call.kind] += 1
 
     with observed(take):
@@ -177,9 +177,13 @@ def warnings_of(found: AttentionMap, facts: list[HeadFacts]) -> list[str]:
     return words
 
 
-def _map_of(call: AttentionCall, name: str, document: int) -> AttentionMap:
-    """One document of a call, densely and in fp32: the formula of `reference`, keeping its middle."""
-    q_HQK = _slice(call.queries, call.q_info, document)
+def map_of(call: AttentionCall, name: str, document: int, *, most_queries: int | None = None) -> AttentionMap:
+    """One document of a call, densely and in fp32: the formula of `reference`, keeping its middle.
+
+    Args:
+        most_queries: the last so many queries only.
+    """
+    q_HQK = _slice(call.queries, call.q_info, document)[:, -most_queries if most_queries else None :]
     k_HJK = _slice(call.keys, call.k_info, document).repeat_interleave(
         call.queries.shape[1] // call.keys.shape[1], dim=0
     )

@@ -1,0 +1,34 @@
+"""What the ranks of `test_layer_watch` compute: norms of one step at every ZeRO stage, and what watching costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pretrain.topology import World
+from pretrain.train.layer_watch import LayerWatch
+from tests.engine.small import MICRO_BATCHES, empty_batch, make_engine, micro_batch, run_config
+
+RATE = 0.01
+
+
+def watched_steps(world: World) -> dict[str, Any]:
+    """Tables of the second step by stage and checkpointing; the first moves the optimizer's state."""
+    found = {}
+    for stage, checkpointing in ((0, False), (1, False), (2, True), (3, False), (3, True)):
+        config = run_config(stage, activation_checkpointing=checkpointing, dropout=0.2)
+        engine = make_engine(config, world)
+        for step in (0, 1):
+            watch = LayerWatch(engine, attention=world.is_main) if step else None
+            batches = [micro_batch(step, j) for j in range(MICRO_BATCHES)]
+            targets = sum(batch.target_tokens for batch in batches)
+            mine = batches[world.rank :: world.size]
+            mine += [empty_batch()] * (engine.accumulation_steps - len(mine))
+            for batch in mine:
+                watching = watch.forward(batch) if watch and batch.index >= 0 else None
+                engine.micro_step(batch, global_target_tokens=targets, watching=watching)
+            engine.step(RATE)
+            if watch:
+                watch.after_step()
+                found[f"{stage} {checkpointing}"] = watch.tables()
+        engine.close()
+    return found
