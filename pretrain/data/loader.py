@@ -219,7 +219,8 @@ class Loader:
 
     def _read_steps(self, steps: Sequence[tuple[int, DataState]]) -> list[StepData]:
         """What `read` gives for each; steps of plain text together, which is faster, while no block is corrupt."""
-        one_segment = len({state.segment for _, state in steps}) == 1
+        started = steps[0][1].started
+        one_segment = all(state.started == started for _, state in steps)
         if len(steps) > 1 and one_segment and self._arenas and not any(state.quarantine for _, state in steps):
             segment = steps[0][1].segment
             located = [self._locate(state) for _, state in steps]
