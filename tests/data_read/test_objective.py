@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,17 @@ def test_the_last_token_of_a_document_predicts_nothing_and_every_other_its_succe
     assert row.decoder_ids.tolist() == ids[:8].tolist()
     assert row.labels.tolist() == [12, EOS, -100, 22, 23, EOS, -100, 32]
     assert row.lengths.tolist() == [3, 4, 1]
+
+
+def test_an_end_that_is_spelt_as_padding_stays_a_target_and_padding_is_none() -> None:
+    """Tokenizers without a padding id pad with the end of documents (T04): what counts is the place."""
+    ids = np.array([11, 12, EOS, *[EOS] * 6], dtype=np.uint16)
+    row = causal_lm_row(ids, np.array([3]), 3)
+    assert row.labels.tolist() == [12, EOS, -100]
+    batch = make_batch([row, None], replace(LM, pad_id=EOS), np.ones(100, dtype=np.int64), index=0, key=1)
+    assert batch.labels.tolist() == [12, EOS, -100, *[-100] * 13]
+    assert batch.decoder_info.lengths == (3, 13)
+    assert batch.decoder_info.padding
 
 
 def test_a_row_inside_one_document_is_one_document_and_predicts_across_its_edge() -> None:
