@@ -3,8 +3,7 @@
 Takes the journal's events and the metrics' records → spans that follow each other without gap or
 overlap from the first event to the end, so their sum is the wall time by construction. What no record
 explains is `unexplained`, never guessed. A step that a later attempt did again is rework.
-Measured: t, step, step_s, save_stall_s, validation_s and data_wait_s (that of the logged step stands
-for all steps of its record: exact with metrics.log_every_steps=1). Own design.
+Measured: t, step, steps, step_s, save_stall_s, rollback_s, validation_s and data_wait_s. Own design.
 """
 
 from __future__ import annotations

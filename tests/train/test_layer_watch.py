@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from pretrain.log import Log
 from pretrain.metrics.definitions import unknown_fields
 from pretrain.model.attention.observe import attention_maps, head_facts
 from pretrain.model.registry import build_model
 from pretrain.optim.groups import parameter_groups
+from pretrain.train.build import Training
 from tests.engine.small import MICRO_BATCHES, micro_batch, run_config
 from tests.ranks import run_ranks
 from tests.train import rank_layers
@@ -67,6 +70,9 @@ def _reference() -> tuple[dict[str, dict[str, float]], list[Any]]:
 def test_norms_and_attention_equal_one_process_in_float64_at_every_stage() -> None:
     expected, facts = _reference()
     results = run_ranks(rank_layers.watched_steps, ranks=2, timeout_s=120)
+    flat = results[0].value.pop("flat")["warnings"]
+    for place, head in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        assert any(word.startswith(f"decoder.{place} head {head} is near uniform") for word in flat), flat
     for case, tables in results[0].value.items():
         assert unknown_fields({"step": 2, **tables}) == []
         assert tables["layers"].keys() == expected.keys()
@@ -80,3 +86,16 @@ def test_norms_and_attention_equal_one_process_in_float64_at_every_stage() -> No
             assert row["entropy"] == pytest.approx(sum(f.entropy for f in mine) / len(mine), rel=1e-4)
             assert row["largest_score"] == pytest.approx(max(f.largest_score for f in mine), rel=1e-4)
             assert row["lowest_entropy_fraction"] == pytest.approx(min(f.entropy_fraction for f in mine), rel=1e-4)
+
+
+def test_a_head_is_warned_of_once_and_many_heads_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    training: Any = SimpleNamespace(warned=set(), place=SimpleNamespace(log=Log(0)))
+    words = [f"decoder.0 head {head} is near uniform: its entropy is 99.{head} %" for head in range(12)]
+    Training.warn(training, 100, words)
+    Training.warn(training, 200, [word.replace("99.", "98.") for word in words])
+    Training.warn(training, 300, ["decoder.1 head 0 gives 97.0% of its weight to position 0"])
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warnings) == 2
+    assert "step=100" in warnings[0]
+    assert "more=4" in warnings[0]
+    assert "decoder.1 head 0 gives 97.0%" in warnings[1]
