@@ -23,7 +23,7 @@ from launch.monitor.columns import Columns, RankHistory
 from launch.monitor.ledger import Ledger, make_ledger
 from pretrain.config import RunConfig
 from pretrain.errors import PretrainError, StoreError
-from pretrain.metrics.index import IndexBuilder, decode_index, encode_line, index_key, means_of, numbers_of, rows_of
+from pretrain.metrics.index import IndexBuilder, columns_of, decode_index, encode_line, index_key, numbers_of
 from pretrain.metrics.series import merge_record
 from pretrain.rundir import Event, RunDirectory, RunStatus
 from pretrain.rundir.journal import TERMINAL_KINDS, read_events
@@ -283,6 +283,11 @@ class RunReader:
                     left = []
         for line in [*lines, *made]:
             self._take_block(name, attempt, line)
+        filled = [line for line in [*lines, *made] if line["edges"]]
+        if filled:
+            extremes, means = columns_of(filled)
+            self.columns[attempt] = Columns(2 * len(filled), extremes)
+            self.means[attempt] = Columns(len(filled), means)
         for record in left:
             self._add(attempt, record)
         self._offsets[name] = builder.end
@@ -302,9 +307,6 @@ class RunReader:
         first, last = line["edges"][0], line["edges"][-1]
         if line["own_s"]:
             self.ranks.setdefault(attempt, RankHistory()).add(last["step"], line["own_s"])
-        for row in rows_of(line):
-            self.columns.setdefault(attempt, Columns()).add(row)
-        self.means.setdefault(attempt, Columns()).add(means_of(line))
         place = {"file": name, "begin": line["begin"], "end": line["end"], "first": first["step"], "last": last["step"]}
         self.blocks.setdefault(attempt, []).append(place)
         newest = {field: spread[3] for field, spread in line["fields"].items() if "." not in field}
