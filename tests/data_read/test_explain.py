@@ -130,7 +130,8 @@ def test_the_command_takes_overrides_follows_stages_and_reads_no_more_for_a_late
     stages = "data.stages=[{from_step: 8, global_batch_size: 12}, {from_step: 20, sequence_length: 8}]"
     for step, rows, length in ((7, 8, 16), (8, 12, 16), (20, 12, 8), (10**12, 12, 8)):
         reads.clear()
-        assert cli.main(["data", "explain", str(path), "--step", str(step), "--json", stages, "seed=9"]) == 0
+        words = [stages, "seed=9", "schedule.total_steps=30"]
+        assert cli.main(["data", "explain", str(path), "--step", str(step), "--json", *words]) == 0
         found = json.loads(capsys.readouterr().out)
         assert [row["step"] for row in found] == [step] * rows
         assert all(sum(part["num_tokens"] for part in row["documents"]) <= length for row in found)
