@@ -18,12 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pretrain.processor import use_large_pages
+
 
 def run_in_ranks(target: str, ranks: int, arguments: dict[str, Any], *, timeout_s: float) -> Any:
     """
     Raises:
         RuntimeError: a rank failed or did not end in time; holds the end of its output.
     """
+    use_large_pages()  # as every rank of a run does
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

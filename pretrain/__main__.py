@@ -19,10 +19,12 @@ from collections.abc import Sequence
 
 from pretrain.errors import ExitCode, PretrainError
 from pretrain.log import Log
+from pretrain.processor import use_large_pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one rank to its end and gives its exit code."""
+    use_large_pages()  # before torch is imported
     parser = _parser()
     args = parser.parse_intermixed_args(arguments)
     began: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # x86, x86, Arm
@@ -17,3 +18,11 @@ def computes_bf16() -> bool:
     except OSError:
         return True
     return bool(_BF16_FLAGS & set(words))
+
+
+def use_large_pages() -> None:
+    """Asks torch to take large tensors from pages of 2 MiB where the kernel has them. To be called before its import.
+
+    With pages of 4 KiB a copy of gigabytes waits for their addresses. A user's own setting stays.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

@@ -42,6 +42,7 @@ from pretrain.store import NotFoundError, Store
 from pretrain.topology import World
 
 _POLL_S = (0.01, 0.5)  # first and longest wait between two looks for sidecars
+_POLL_GROWTH = 1.2  # of the wait: what the last rank's file is published late by, against what was waited for it
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def _others(job: _Job, progress: SaveProgress) -> list[FileEntry]:
                 f"{job.name} was not published: ranks {missing} did not write their files "
                 f"within {job.patience_s:g} s. Look into their logs."
             )
-        pause = min(2 * pause, _POLL_S[1])
+        pause = min(_POLL_GROWTH * pause, _POLL_S[1])
     return [entries[rank] for rank in sorted(entries)]
 
 

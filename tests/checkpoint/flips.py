@@ -31,11 +31,12 @@ class Plain:
 
     Args:
         rows: so many times as large.
+        shapes: of the parameters, by name.
     """
 
-    def __init__(self, seed: int, rows: int = 1) -> None:
+    def __init__(self, seed: int, rows: int = 1, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._shapes = {name: (rows * shape[0], *shape[1:]) for name, shape in SHAPES.items()}
+        self._shapes = {name: (rows * shape[0], *shape[1:]) for name, shape in shapes.items()}
         self.state = {
             name: {key: torch.randn(torch.Size(shape).numel(), generator=generator) for key in (MASTER, "exp_avg")}
             for name, shape in self._shapes.items()
@@ -46,7 +47,7 @@ class Plain:
         return dict(self._shapes)
 
     def groups(self) -> dict[str, str]:
-        return dict.fromkeys(SHAPES, "decay")
+        return dict.fromkeys(self._shapes, "decay")
 
     def optimizer_spec(self) -> OptimizerSpec:
         return OptimizerSpec("Fake", {"decay": GroupSpec(("exp_avg",), ("step",))})
