@@ -53,7 +53,7 @@ def drive(run_url: str, *, again: bool, takeover: bool) -> int:
     """
     import ray
 
-    from launch.agents.ray_nodes import RayNodes
+    from launch.agents.ray_nodes import NORMAL_PRIORITY, RayNodes
     from launch.keeper import keep
 
     run = RunDirectory.locate(run_url)
@@ -69,7 +69,7 @@ def drive(run_url: str, *, again: bool, takeover: bool) -> int:
             run,
             config,
             lease,
-            RayNodes(config.cluster.device),
+            RayNodes(config.cluster.device, NORMAL_PRIORITY),
             address=ray.util.get_node_ip_address(),
             one_host=False,
             log=log,

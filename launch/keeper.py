@@ -18,6 +18,7 @@ import ray
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from launch.agents.ray_nodes import NORMAL_PRIORITY
 from launch.job import entrypoint, new_submission_id
 from pretrain.errors import ExitCode, PretrainError
 from pretrain.faults import arm, passing
@@ -51,6 +52,7 @@ def keep(run: RunDirectory, lease: int) -> None:
         num_cpus=0,
         max_restarts=-1,
         max_task_retries=0,
+        runtime_env=NORMAL_PRIORITY,
         scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True),
     )
     for _ in range(3):

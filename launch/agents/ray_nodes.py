@@ -23,6 +23,8 @@ from launch.controller.offers import Offer
 from launch.controller.slots import SlotsTakenError
 
 PLACE_WITHIN_S = 5.0
+# Ray runs actors at nice 15, and an agent's ranks would inherit it: on a busy host neither got any time (measured).
+NORMAL_PRIORITY = {"env_vars": {"RAY_worker_niceness": "0"}}
 
 
 class AgentActor:
@@ -33,9 +35,14 @@ class AgentActor:
 
 
 class RayNodes:
-    """`Nodes` of the Ray that this process is connected to."""
+    """`Nodes` of the Ray that this process is connected to.
 
-    def __init__(self, device: str) -> None:
+    Args:
+        runtime_env: of the agents.
+    """
+
+    def __init__(self, device: str, runtime_env: Mapping[str, Any] | None = None) -> None:
+        self._runtime_env = runtime_env and dict(runtime_env)
         self._resource = "CPU" if device == "cpu" else "GPU"
         self._held: dict[str, tuple[PlacementGroup, Any]] = {}
         self._doors: dict[str, tuple[str, int]] = {}
@@ -80,6 +87,7 @@ class RayNodes:
                 ray.remote(AgentActor)
                 .options(
                     max_restarts=0,
+                    runtime_env=self._runtime_env,
                     num_cpus=count if self._resource == "CPU" else 0,
                     num_gpus=count if self._resource == "GPU" else 0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),

@@ -13,7 +13,8 @@ from tests.launch.two_nodes import free_port
 def main() -> None:
     os.environ["RAY_TMPDIR"] = sys.argv[1]
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # a busy machine
-    Path(sys.argv[1], "ray").mkdir(parents=True)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else the jobs' supervisors get no time there
+    Path(sys.argv[1], "ray").mkdir(parents=True, exist_ok=True)
     from ray.cluster_utils import Cluster
 
     port = free_port()
