@@ -1,4 +1,5 @@
-"""Reading: tokens/s of our loader against webdataset, a memory map, and the peers that read packed rows.
+"""Reading: tokens/s of our loader against webdataset, a memory map, and the peers that read packed rows; also resuming,
+from S3, and with many shards.
 
 Each side gives micro-batches of 8 rows of 1,024 tokens with document edges, positions and labels (`plain_batch`) from
 the page cache, in one process. webdataset and the memory map shuffle documents, concatenate and cut them, as ours
@@ -20,6 +21,8 @@ import numpy as np
 import webdataset
 
 from benchmarks.corpus import VOCABULARY, Corpus, make_corpus
+from benchmarks.loader_growth import measure_growth
+from benchmarks.loader_s3 import measure_s3
 from benchmarks.plain_batch import LENGTH, ROWS, TOKENS, Chunker
 from benchmarks.result import Result, interleave, median, median_ratio, timed
 from pretrain.config.schema import RunConfig
@@ -38,6 +41,7 @@ PEERS_PYTHON = Path(__file__).resolve().parent.parent / ".venv-bench" / "bin" / 
 PEERS = ("streaming", "datasets", "litdata")
 MANY_SHARDS = 100_000
 MANY_BLOCKS = 1_000_000
+WARM_UP = 32  # micro-batches; the blocks of the first ones are read in one go
 
 
 def loader_config(corpus: Corpus) -> RunConfig:
@@ -106,21 +110,24 @@ def through_memory_map(corpus: Corpus) -> Batches:
                 batch = chunker.more()
 
 
-def tokens_per_s(read: Callable[[Corpus], Batches], corpus: Corpus, seconds: float) -> float:
-    """Tokens per second after the first micro-batch, for about `seconds`."""
+def tokens_per_s(
+    read: Callable[[Corpus], Batches], corpus: Corpus, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Tokens per second of the clock after the first micro-batches, for about `seconds`."""
     batches = read(corpus)
-    next(batches)
-    count, start = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
+    for _ in range(WARM_UP):
+        next(batches)
+    count, start = 0, clock()
+    while (elapsed := clock() - start) < seconds:
         next(batches)
         count += 1
     batches.close()
     return count * TOKENS / elapsed
 
 
-def resume_s(corpus: Corpus, fraction: float) -> float:
-    """From a closed source to the first micro-batch at this fraction of an epoch."""
-    step = int(fraction * corpus.ids.size / TOKENS)
+def resume_s(corpus: Corpus, fraction: float, times: int = 1) -> float:
+    """From a closed source to the first micro-batch at this fraction of an epoch of so many times the corpus."""
+    step = int(fraction * times * corpus.ids.size / TOKENS)
     start = time.perf_counter()
     loader = open_ours(corpus)
     state = loader.resume(loader.initial_state().advance(step * ROWS))
@@ -202,33 +209,39 @@ def measure(*, quick: bool, command: str) -> list[Result]:
     """Ratios on short and long documents, tokens/s of ours, and the time to resume."""
     seconds, repetitions, tokens = (0.3, 3, 2**20) if quick else (1.0, 5, 2**23)
     results = []
-    with tempfile.TemporaryDirectory() as folder:
-        corpora = {kind: make_corpus(Path(folder) / kind, kind, tokens) for kind in ("prose", "code")}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpora = {kind: make_corpus(folder / kind, kind, tokens) for kind in ("prose", "code")}
         for kind, corpus in corpora.items():
-            sides = {"ours": ours, "webdataset": through_webdataset, "memory map": through_memory_map}
-            values = interleave(
-                {name: partial(tokens_per_s, read, corpus, seconds) for name, read in sides.items()},
-                repetitions,
-            )
-            for metric, peer in (
-                (f"loader.{kind}_vs_webdataset", "webdataset"),
-                ("loader.vs_mmap" if kind == "prose" else "loader.code_vs_mmap", "memory map"),
-            ):
-                ratio = median_ratio(values["ours"], values[peer])
-                results.append(
-                    Result(metric, ratio, "ratio", f"{peer}, tokens/s", median(values[peer]), repetitions, command)
-                )
-            name = "loader.tokens_per_s" if kind == "prose" else "loader.code_tokens_per_s"
-            results.append(Result(name, median(values["ours"]), "tokens/s", "", None, repetitions, command))
+            results += measure_kind(kind, corpus, seconds, repetitions, command)
         prose = corpora["prose"]
-        for name, fraction in (("loader.resume_s", 0.9), ("loader.resume_at_start_s", 0.0)):
+        for metric, fraction in (("loader.resume_s", 0.9), ("loader.resume_at_start_s", 0.0)):
             times = [resume_s(prose, fraction) for _ in range(2 * repetitions)]
-            results.append(Result(name, median(times), "s", "", None, 2 * repetitions, command))
-        results.append(
-            Result(
-                "loader.plan_1e5_shards_s", plan_many_shards_s(prose, Path(folder) / "many"), "s", "", None, 3, command
-            )
-        )
+            results.append(Result(metric, median(times), "s", "", None, 2 * repetitions, command))
+        many_s = plan_many_shards_s(prose, folder / "many")
+        results.append(Result("loader.plan_1e5_shards_s", many_s, "s", "", None, 3, command))
         results.append(Result("loader.plan_1e6_blocks_s", plan_many_blocks_s(), "s", "", None, 3, command))
-        results += measure_peers(prose, Path(folder), seconds, max(1, repetitions - 2), command)
+        rate = partial(tokens_per_s, ours, seconds=seconds)
+        results += measure_growth(prose, folder, rate, lambda c, n: resume_s(c, 0.9, n), repetitions, command)
+        results += measure_s3(prose, folder / "s3", open_ours, 60 if quick else 200, command)
+        results += measure_peers(prose, folder, seconds, max(1, repetitions - 2), command)
+    return results
+
+
+def measure_kind(kind: str, corpus: Corpus, seconds: float, repetitions: int, command: str) -> list[Result]:
+    """Ours against webdataset and a memory map on documents of one kind, by wall clock and by CPU time."""
+    readers = {"ours": ours, "webdataset": through_webdataset, "memory map": through_memory_map}
+    results = []
+    for suffix, clock in (("", time.perf_counter), ("_cpu", time.process_time)):
+        sides = {name: partial(tokens_per_s, read, corpus, seconds, clock) for name, read in readers.items()}
+        values = interleave(sides, repetitions)
+        for metric, peer in (
+            (f"loader.{kind}_vs_webdataset", "webdataset"),
+            ("loader.vs_mmap" if kind == "prose" else "loader.code_vs_mmap", "memory map"),
+        ):
+            ratio = median_ratio(values["ours"], values[peer])
+            unit = f"{peer}, tokens/{'CPU ' if suffix else ''}s"
+            results.append(Result(metric + suffix, ratio, "ratio", unit, median(values[peer]), repetitions, command))
+        name = "loader.tokens_per_s" if kind == "prose" else "loader.code_tokens_per_s"
+        results.append(Result(name + suffix, median(values["ours"]), "tokens/s", "", None, repetitions, command))
     return results

@@ -48,6 +48,9 @@ class TokenArena:
         self._real_tokens = np.zeros(num_slots, dtype=np.int64)
         self._windows: tuple[int, Ids, NDArray[np.bool_]] = (0, self._ids, self._is_end)
 
+    def __contains__(self, block: object) -> bool:
+        return block in self._slots
+
     def gather(self, blocks: I64, rows: I64, length: int, masked: set[int], *, may_mask: bool) -> GatheredRows:
         """Rows `rows` [n] of `blocks` [n], each of `length` tokens.
 

@@ -10,7 +10,7 @@ the thread that reads ahead changes nothing. A corrupt block never shifts the or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.describe import describe_pipeline
 from pretrain.data.objective import I64, PackedRow
 from pretrain.data.order import RowAddress
+from pretrain.data.places import RowPlaces
 from pretrain.data.prefetch import Prefetcher
 from pretrain.data.random_stream import row_key
 from pretrain.data.raw_loader import RawLoader, open_raw
@@ -38,7 +39,6 @@ from pretrain.errors import DataError
 from pretrain.sequence import Batch
 from pretrain.topology import World
 
-_ROWS_LOCATED = 1024
 _SHORT_STEPS, _SHORT_STEPS_TOKENS = 16, 2**18  # local and small: 6 MB ahead
 _OBJECTIVES_WITHOUT_CHANCE = ("causal_lm", "seq2seq")  # a key per row would take a seventh of the time
 
@@ -91,8 +91,7 @@ class Loader:
             if config.objective.kind == "causal_lm" and not any(one.manifest.masked for one in sources)
         ]
         self._causal: dict[BatchShape, CausalBatches] = {}
-        self._located: dict[int, I64] = {}
-        self._located_in: tuple[Segment, ...] = ()
+        self._places = RowPlaces(world, self._source_index)
         step_tokens = max(one.global_batch_size * one.sequence_length for one in self._sections) // world.size
         few = 1 if self._any_remote else min(_SHORT_STEPS, max(1, _SHORT_STEPS_TOKENS // max(step_tokens, 1)))
         self._prefetcher = Prefetcher(
@@ -192,6 +191,7 @@ class Loader:
             "data_retries": sum(count.retries for count in counts),
             "data_hedges": sum(count.hedges for count in counts),
             "data_cache_hits": sum(count.cache_hits for count in counts),
+            "data_waits": float(self._prefetcher.waited),
         }
 
     def row_sources(self, state: DataState, index: int) -> I64:
@@ -223,9 +223,9 @@ class Loader:
         one_segment = all(state.started == started for _, state in steps)
         if len(steps) > 1 and one_segment and self._arenas and not any(state.quarantine for _, state in steps):
             segment = steps[0][1].segment
-            located = [self._locate(state) for _, state in steps]
+            located = [self._places.of(state) for _, state in steps]
             if self._any_remote:
-                self._send_for({(source, block) for rows in located for source, block in rows[:, [0, 2]].tolist()})
+                self._send_for(located, set())
             masked = [set[int]() for _ in self._arenas]
             may_mask = self._config.data.on_corrupt == "mask"
             gathered = self._gather(segment, np.concatenate(located), masked, may_mask=may_mask)
@@ -239,10 +239,10 @@ class Loader:
         return [self._read(step, state) for step, state in steps]
 
     def _read(self, step: int, state: DataState) -> StepData:
-        located = self._locate(state)
+        located = self._places.of(state)
         bad = {(self._source_index[q.source], q.block) for q in state.quarantine if q.from_row <= state.next_row}
         if self._any_remote:
-            self._send_for({(source, block) for source, block in located[:, [0, 2]].tolist()} - bad)
+            self._send_for([located, *self._places.after(state)], bad)
         pack = self._pack_gathered if self._arenas else self._pack_rows
         batches, masked_rows, found = pack(state.segment, self._names(step, state), located, bad)
         return self._step_data(step, state, batches, masked_rows, tuple(sorted(found)))
@@ -350,29 +350,14 @@ class Loader:
             found.add(block)
             return None
 
-    def _locate(self, state: DataState) -> I64:
-        """Addresses [n, 4] of this rank's rows of a step. Steps ahead are located with it: 500 rows cost as much as
-        one."""
-        started, segment = state.started, state.segment
-        if started != self._located_in or state.next_row not in self._located:
-            rows, size, parts = segment.micro_batch_size, segment.rows_per_step, segment.parts
-            mine = np.arange(self._world.rank, segment.global_batch_size // rows, self._world.size, dtype=np.int64)
-            offsets = (mine[:, None] * rows + np.arange(rows)).ravel()
-            count = offsets.size
-            firsts = state.next_row + size * np.arange(max(1, _ROWS_LOCATED // max(count, 1)))
-            found = order_of(started, state.seed).place_rows((firsts[:, None] + offsets // parts).ravel())
-            if parts > 1:
-                found[:, 3] = found[:, 3] * parts + np.tile(offsets % parts, firsts.size)
-            opened = np.array([self._source_index[source.name] for source in segment.sources])
-            found[:, 0] = opened[found[:, 0]]  # a segment need not read all sources
-            self._located_in = started
-            self._located = {first: found[i * count : (i + 1) * count] for i, first in enumerate(firsts.tolist())}
-        return self._located[state.next_row]
-
-    def _send_for(self, blocks: set[tuple[int, int]]) -> None:
+    def _send_for(self, steps: Sequence[I64], bad: set[tuple[int, int]]) -> None:
+        """Asks for the blocks of these steps [n, 4], in the order of need, that are not here yet."""
+        wanted = dict.fromkeys((source, block) for rows in steps for source, block in rows[:, [0, 2]].tolist())
         for index, source in enumerate(self._sources):
             if source.reader.is_remote:
-                source.reader.request(sorted(block for of_source, block in blocks if of_source == index))
+                here: Container[int] = self._arenas[index] if self._arenas else ()
+                blocks = [block for of_source, block in wanted if of_source == index and (index, block) not in bad]
+                source.reader.request([block for block in blocks if block not in here])
 
     def _check_enough_rows(self) -> None:
         rows = {source.name: source.count_real_rows() for source in self._sources}

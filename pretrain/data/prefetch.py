@@ -60,6 +60,7 @@ class Prefetcher(Generic[Value]):
         self._compute, self._following, self._fetching = compute, following, fetching
         self._depth, self._most_at_once, self._timeout_s = depth, most_at_once, timeout_s
         self._at_once = 1
+        self.waited = 0  # reads that found their step not ready
         lock = threading.Lock()
         self._done, self._work = threading.Condition(lock), threading.Condition(lock)  # for the reader, for the thread
         self._wanted: deque[_Entry] = deque()  # in order of need, the current step first; those with a value come first
@@ -78,6 +79,7 @@ class Prefetcher(Generic[Value]):
                 raise RuntimeError("the loader is closed")
             entry = self._plan(step, state)
             deadline = time.monotonic() + self._timeout_s
+            self.waited += not entry.is_done
             while not entry.is_done:
                 if not self._done.wait(max(deadline - time.monotonic(), 0)) and not entry.is_done:
                     what = self._fetching() or "no file (the rows were being packed)"
@@ -90,6 +92,12 @@ class Prefetcher(Generic[Value]):
         if entry.error is not None:
             raise entry.error
         return cast(Value, entry.value)
+
+    @property
+    def num_ready(self) -> int:
+        """Steps that lie ready, the one that was read last included."""
+        with self._done:
+            return sum(entry.is_done for entry in self._wanted)
 
     def close(self) -> None:
         """Ends the thread; a second call does nothing."""

@@ -64,6 +64,7 @@ STEP_FIELDS = (
         ("target_tokens", "tokens", "targets that counted in this step, all ranks"),
         ("masked_rows", "rows", "rows of this step ignored because their block is corrupt"),
         ("data_digest", "hex", "48-bit digest of the step's micro-batches, independent of the number of ranks"),
+        ("data_waits", "steps", "that were not ready when they were asked for, rank 0, since it started"),
         ("data_fetch_s", "s", "time the reading thread of rank 0 waited for remote ranges since it started"),
         ("data_retries", "requests", "asked again after a failure, likewise"),
         ("data_hedges", "requests", "second ones for a slow first, likewise"),

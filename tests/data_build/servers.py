@@ -215,7 +215,7 @@ def slow_nginx(root: Path, folder: Path, *, bytes_per_s: int, requests_per_s: in
             server {{
                 listen 127.0.0.1:{port};
                 root {root};
-                location / {{ limit_rate {bytes_per_s}; limit_req zone=slow burst=4 nodelay; }}
+                location / {{ limit_rate {bytes_per_s}; limit_req zone=slow burst=2 nodelay; }}
             }}
         }}"""
     )

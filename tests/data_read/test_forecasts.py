@@ -44,7 +44,7 @@ def counted(config_file: Path) -> list[Counter[str]]:
     with open_loader(load_config(config_file, []), BYTE_LENGTHS, World()) as loader:
         state = loader.initial_state()
         for _ in range(STEPS):
-            steps.append(Counter(loader.source_names[source] for source in loader._locate(state)[:, 0].tolist()))
+            steps.append(Counter(loader.source_names[source] for source in loader._places.of(state)[:, 0].tolist()))
             state = loader.next_state(state)
     return steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +20,13 @@ from pretrain.topology import World
 from tests.data_build.servers import files_over_http, s3_process, slow_nginx
 from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_stub, write_tokens
 
-STEPS = 14
+STEPS = 30
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("slow")
-    write_tokens(directory / "text", random_documents(150, 12), write_tokenizer_stub(directory))
+    write_tokens(directory / "text", random_documents(500, 12), write_tokenizer_stub(directory), shard_blocks=40)
     return directory
 
 
@@ -54,16 +55,16 @@ def test_nginx_that_limits_bytes_and_requests_delays_and_changes_nothing(
 ) -> None:
     monkeypatch.setattr(fetch_module, "_REMOTE_WAITS_S", (0.1,) * 20)
     with (
-        slow_nginx(root, tmp_path, bytes_per_s=20_000, requests_per_s=25) as (url, log),
+        slow_nginx(root, tmp_path, bytes_per_s=20_000, requests_per_s=20) as (url, log),
         open_loader(config_of(root, f"{url}/text"), BYTE_LENGTHS, World()) as loader,
     ):
         assert dict(steps_of(loader)) == expected
         record = loader.fetch_record()
-    answers = [line.split()[0] for line in log.read_text().splitlines() if line.endswith("00000.tar")]
+    answers = [line.split()[0] for line in log.read_text().splitlines() if line.endswith(".tar")]
     assert "206" in answers
     assert "503" in answers, "the limit of requests was met"
     assert record["data_retries"] >= 1
-    assert record["data_fetch_s"] > 0.1
+    assert record["data_fetch_s"] > 0
 
 
 def test_a_server_that_is_too_busy_to_say_whether_a_file_is_there_has_not_said_that_it_is_not(root: Path) -> None:
@@ -79,6 +80,35 @@ def test_a_server_that_is_too_busy_to_say_whether_a_file_is_there_has_not_said_t
         assert not store.exists("nothing")
 
 
+def test_each_block_is_fetched_once_though_many_steps_read_from_it(root: Path) -> None:
+    with files_over_http(root) as server:
+        with open_loader(config_of(root, f"{server.url}/text"), BYTE_LENGTHS, World()) as loader:
+            state = loader.initial_state()
+            for step in range(4):  # with all that is asked for ahead less than an epoch
+                loader.read(step, state)
+                state = loader.next_state(state)
+        blocks = [path for path in server.requests if path.endswith(".tar")]
+        assert len(blocks) == len({asked for asked in server.asked if asked[0].endswith(".tar")}) > 8
+
+
+def test_from_s3_no_step_waits_once_the_first_is_there_and_the_steps_ahead_had_time_to_come(
+    root: Path, tmp_path: Path, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with s3_process("rclone", tmp_path / "s3", monkeypatch):
+        store = open_store("s3://bucket/text")
+        for path in sorted((root / "text").iterdir()):
+            store.put(path.name, path.read_bytes())
+        with open_loader(config_of(root, store.url), BYTE_LENGTHS, World()) as loader:
+            found = {}
+            for step, digest in steps_of(loader):
+                found[step] = digest
+                deadline = time.monotonic() + 30
+                while loader._prefetcher.num_ready < 2 and time.monotonic() < deadline:  # training, for as long
+                    time.sleep(0.002)
+            assert loader.fetch_record()["data_waits"] == 1
+    assert found == expected
+
+
 def test_an_s3_server_killed_and_started_again_in_mid_run_delays_and_changes_nothing(
     root: Path, tmp_path: Path, expected: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,9 +121,13 @@ def test_an_s3_server_killed_and_started_again_in_mid_run_delays_and_changes_not
         with open_loader(config_of(root, store.url), BYTE_LENGTHS, World()) as loader:
             for step, digest in steps_of(loader):
                 found[step] = digest
-                if step in (2, 6):
+                if step in (2, 15):
                     server.kill()
-                    threading.Timer(0.6, server.start).start()
+                    back = threading.Timer(0.6, server.start)
+                    back.start()
+                elif step == 14:
+                    back.join()
+            back.join()
             record = loader.fetch_record()
         assert found == expected
-        assert record["data_fetch_s"] > 0.6, "it was down while it was needed"
+        assert record["data_fetch_s"] > 0.5, "it was down while it was needed"
