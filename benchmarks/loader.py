@@ -27,7 +27,7 @@ from benchmarks.plain_batch import LENGTH, ROWS, TOKENS, Chunker
 from benchmarks.result import Result, interleave, median, median_ratio, timed
 from pretrain.config.schema import RunConfig
 from pretrain.data.blocks import BlockReader
-from pretrain.data.format import MANIFEST_NAME, read_manifest
+from pretrain.data.format import INDEX_SUFFIX, MANIFEST_NAME, read_manifest
 from pretrain.data.loader import Loader, open_loader
 from pretrain.data.order import RowOrder, SourceShape
 from pretrain.data.segments import order_of
@@ -145,9 +145,11 @@ def plan_many_shards_s(corpus: Corpus, folder: Path) -> float:
     folder.mkdir()
     counts = {name: MANY_SHARDS * getattr(shard, name) for name in ("blocks", "documents", "tokens")}
     (folder / MANIFEST_NAME).write_bytes(replace(manifest, shards=shards, **counts).to_json())
+    index_bytes = (corpus.blocks / (shard.name + INDEX_SUFFIX)).stat().st_size
     for entry in shards:
-        with (folder / entry.name).open("wb") as file:
-            file.truncate(entry.bytes)
+        for name, size in ((entry.name, entry.bytes), (entry.name + INDEX_SUFFIX, index_bytes)):
+            with (folder / name).open("wb") as file:
+                file.truncate(size)
 
     def start() -> None:
         store = open_store(str(folder))

@@ -37,9 +37,9 @@ from pretrain.data.format import (
 from pretrain.data.objective import I64, Ids
 from pretrain.errors import DataError
 from pretrain.log import Log
-from pretrain.store import NotFoundError, Store
+from pretrain.store import ListsSizes, NotFoundError, Store
 
-_EAGER_SHARDS = 1024  # above, indexes are opened when they are used: 10^5 of them would hold 1 GB
+_EAGER_SHARDS = 64  # above, indexes are read when they are used: a start takes no longer where there are many
 _KEPT_INDEXES = 4096
 _AHEAD = 32  # blocks on their way at once; a step reads lanes x window_blocks of a source or fewer
 _REMOTE_CHECKS = 16  # parallel size checks of a remote source
@@ -199,11 +199,10 @@ class BlockReader:
 
     def _check_sizes(self) -> None:
         files = {shard.name: shard.bytes for shard in self.manifest.shards}
-        if self.is_remote:
-            with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
-                found = list(pool.map(self._size, files))
-        else:
-            found = [self._size(key) for key in files]
+        if len(files) > _EAGER_SHARDS:  # their indexes are not read yet
+            row_bytes = 8 * (2 + 3 * len(self.manifest.members))
+            files |= {shard.name + INDEX_SUFFIX: shard.blocks * row_bytes for shard in self.manifest.shards}
+        found = self._sizes(list(files))
         problems = [
             f"{name} is missing" if size is None else f"{name} has {size} bytes, not {wanted}"
             for (name, wanted), size in zip(files.items(), found, strict=True)
@@ -212,9 +211,22 @@ class BlockReader:
         if problems:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
             raise DataError(
-                f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(files)} shards have the "
-                "sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data build`."
+                f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(self.manifest.shards)} shards "
+                "have the sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data "
+                "build`."
             )
+
+    def _sizes(self, keys: list[str]) -> list[int | None]:
+        """Bytes of each file, None where there is none: at one look where there are many and the store can."""
+        store = self.store
+        if len(keys) > _EAGER_SHARDS and isinstance(store, ListsSizes):
+            sizes = self._fetcher.patiently(store.sizes)
+            if sizes is not None:
+                return [sizes.get(key) for key in keys]
+        if not self.is_remote:
+            return [self._size(key) for key in keys]
+        with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
+            return list(pool.map(self._size, keys))
 
     def _size(self, key: str) -> int | None:
         try:

@@ -88,6 +88,14 @@ class Store(Protocol):
         """The store of the keys below the folder `prefix`."""
 
 
+@runtime_checkable
+class ListsSizes(Protocol):
+    """A store that may tell the sizes of many files at one look."""
+
+    def sizes(self, prefix: str = "") -> dict[str, int] | None:
+        """Bytes of each file right below the folder `prefix`, by name; None where the storage cannot list (HTTP)."""
+
+
 def checked_key(key: str, *, empty: bool = False) -> str:
     """The key itself, if it is one; `empty` allows the folder of the whole store.
 

@@ -151,6 +151,15 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
+    def sizes(self, prefix: str = "") -> dict[str, int] | None:
+        folder = self._folder(prefix)
+        with _explained("list", folder):
+            try:
+                with os.scandir(folder) as entries:
+                    return {entry.name: entry.stat().st_size for entry in entries if not entry.is_dir()}
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+
     def local_path(self, key: str) -> Path | None:
         return Path(self._folder(key))
 

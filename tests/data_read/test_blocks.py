@@ -17,7 +17,9 @@ from pretrain.data.cache import BlockCache
 from pretrain.data.format import MANIFEST_NAME, ShardIndex, read_manifest
 from pretrain.data.rows import SourceRows
 from pretrain.errors import DataError, StoreError
+from pretrain.store import open_store
 from tests.data_read.corpus import (
+    EOS,
     PAD,
     START,
     MemoryStore,
@@ -264,3 +266,26 @@ def test_a_cache_that_cannot_write_says_so_once_and_reading_goes_on(
     for block in range(3):
         reader.read(block)
     assert capsys.readouterr().err.count("takes no more blocks") == 1
+
+
+def test_of_many_shards_all_sizes_are_checked_at_open_and_an_index_when_it_is_used(tmp_path: Path) -> None:
+    documents = [[3 + number % 90] * 63 + [EOS] for number in range(70)]
+    write_tokens(tmp_path, documents, write_tokenizer_stub(tmp_path), shard_blocks=1)
+    store = open_store(tmp_path)
+    manifest = read_manifest(store)
+    assert len(manifest.shards) == 70
+    reader = BlockReader(store, manifest)
+    for block in (0, 33, 69):
+        content = reader.read(block)
+        assert isinstance(content, TokenBlock)
+        assert content.ids[:64].tolist() == documents[block]
+    (tmp_path / "00003.tar.idx").write_bytes(bytes((tmp_path / "00003.tar.idx").stat().st_size))
+    (tmp_path / "00005.tar.idx").unlink()
+    (tmp_path / "00011.tar").unlink()
+    with (tmp_path / "00012.tar").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(DataError, match=r"not whole: 00011\.tar is missing; 00012\.tar has \d+ bytes, not \d+; "
+                                        r"00005\.tar\.idx is missing\. All 70 shards"):  # fmt: skip
+        BlockReader(store, manifest)
+    with pytest.raises(DataError, match=r"00003\.tar\.idx is damaged"):
+        reader.read(3)

@@ -16,7 +16,7 @@ from pretrain.data.cache import BlockCache
 from pretrain.data.format import read_manifest
 from pretrain.data.loader import open_loader
 from pretrain.errors import DataError, StoreError
-from pretrain.store import open_store
+from pretrain.store import ListsSizes, open_store
 from pretrain.topology import World
 from tests.data_build.servers import HttpServer, files_over_http, s3_server
 from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_stub, write_tokens
@@ -78,6 +78,9 @@ def test_rows_from_s3_are_the_local_ones(
         for path in sorted((root / "text").iterdir()):
             store.put(path.name, path.read_bytes())
         assert digests(root, store.url) == digests(root, root / "text")
+        for one in (store, open_store(root / "text")):
+            assert isinstance(one, ListsSizes)
+            assert one.sizes() == {path.name: path.stat().st_size for path in (root / "text").iterdir()}
 
 
 @pytest.mark.parametrize("kind", ["error", "drop", "short", "flip once"])
