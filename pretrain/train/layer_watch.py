@@ -115,11 +115,12 @@ class LayerWatch:
         return next((name for name in self._layers if parameter.startswith(name + ".")), parameter.partition(".")[0])
 
     def _hook(self, name: str) -> Any:
-        def take(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        def take(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> None:
             info = inputs[1]
+            hidden_TD = output[0] if isinstance(output, tuple) else output  # with experts, their losses beside
             assert isinstance(info, SeqInfo)
             real = info.num_tokens - (info.lengths[-1] if info.padding else 0)
-            x_TD = output.detach()[:real]
+            x_TD = hidden_TD.detach()[:real]
             self._squares[name].append((x_TD.float().square().sum(dtype=torch.float64), x_TD.numel()))
 
         return take

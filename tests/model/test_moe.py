@@ -27,6 +27,7 @@ from pretrain.optim.groups import parameter_groups
 from pretrain.sequence import Batch, SeqInfo
 from pretrain.store import open_store
 from pretrain.topology import World
+from pretrain.train.layer_watch import LayerWatch
 from tests.config.base import values
 from tests.model.small import empty_batch_for, lm_batch, make_batch, moe_config, random_ids
 from tests.ranks import run_ranks
@@ -214,12 +215,19 @@ def on_two_ranks(world: World, folder: str) -> dict[str, Any]:
     return results
 
 
-def on_one_rank(world: World, folder: str) -> list[float]:
-    """What two ranks saved with shared experts, trained on by one that holds them all."""
+def on_one_rank(world: World, folder: str) -> dict[str, Any]:
+    """What two ranks saved with shared experts, trained on by one that holds them all; a step more with a watch."""
     engine = start(run_config(2, 2), world, f"{folder}/2-fp32", seed=99)
     objectives = train(engine, world, range(SAVED, STEPS))
+    watch = LayerWatch(engine, attention=True)
+    for batch in batches_of(STEPS):
+        with watch.forward(batch):
+            engine.micro_step(batch, global_target_tokens=100)
+    engine.step(RATE)
+    watch.after_step()
+    tables = watch.tables()
     engine.close()
-    return objectives
+    return {"objectives": objectives, "layers": tables["layers"], "attention": tables["attention"]}
 
 
 def plain_objectives() -> list[float]:
@@ -255,7 +263,11 @@ def test_experts_shared_by_two_ranks_train_as_a_plain_loop_and_go_on_bit_for_bit
             assert found["objectives"] == pytest.approx(plain, rel=bound), name
             assert found["objectives"][-1] != found["objectives"][0]
     (alone,) = run_ranks(on_one_rank, ranks=1, arguments={"folder": folder}, timeout_s=100)
-    assert alone.value == pytest.approx(plain[SAVED:], rel=1e-5)
+    assert alone.value["objectives"] == pytest.approx(plain[SAVED:], rel=1e-5)
+    for layer in ("layers.0", "layers.1"):
+        assert alone.value["layers"][layer]["activation_rms"] > 0
+        assert alone.value["layers"][layer]["update_norm"] > 0
+    assert len(alone.value["attention"]) == 2
 
 
 @pytest.mark.parametrize(
