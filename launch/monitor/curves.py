@@ -205,12 +205,13 @@ def _answer(x: Floats, y: Floats, view: View) -> list[list[float | None]]:
 
 
 def _with_gaps(pieces: list[list[list[float | None]]]) -> list[list[float | None]]:
-    """Several lines as one with a gap between two; in order of x, as a picture wants them."""
-    points: list[tuple[float, float | None]] = []
+    """Several lines as one with a gap between two; in order of x and each x once, as a picture wants them."""
+    points: dict[float, float | None] = {}
     for xs, ys in pieces:
-        points += [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None]
-        if points:
+        known = [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None]
+        points.update(known)  # of a step that was discarded twice the later value
+        if known:
             # A little behind its end: where lines are joined by x, the gap must not take the last point's place.
-            points.append((float(np.nextafter(np.float32(points[-1][0]), np.float32(np.inf))), None))
-    order = sorted(range(len(points)), key=lambda place: points[place][0])
-    return [[points[place][0] for place in order], [points[place][1] for place in order]]
+            points[float(np.nextafter(np.float32(known[-1][0]), np.float32(np.inf)))] = None
+    order = sorted(points)
+    return [[*order], [points[x] for x in order]]
