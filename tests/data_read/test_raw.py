@@ -121,7 +121,7 @@ def test_each_lane_reads_its_documents_whole_and_once_an_epoch(root: Path) -> No
 def test_any_ranks_and_any_stop_read_the_same(root: Path) -> None:
     config = raw_config(root)
     whole, _ = read(config, root, World(), 0, STEPS)
-    for ranks in (2, 3, 5):
+    for ranks in (2, 5):
         parts = [read(config, root, World(rank, ranks, rank, ranks), 0, STEPS)[0] for rank in range(ranks)]
         for step, data in enumerate(whole):
             assert sum_digests(part[step].digest for part in parts) == data.digest

@@ -97,7 +97,7 @@ def pieces_of(state: DataState) -> list[tuple[str, int, int, int, int]]:
     return found
 
 
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, deadline=None, max_examples=20)
 @given(drawn=plans)
 def test_a_schedule_equals_a_loop_that_counts_tokens_and_remembers_what_was_read(drawn: dict[str, Any]) -> None:
     reference = Reference(drawn)
@@ -195,7 +195,7 @@ def test_any_ranks_and_any_stop_read_the_same_schedule(root: Path, objective: st
         for d, (_, s, _) in zip(whole, SHAPES, strict=True)
     ]
     assert shapes == SHAPES
-    for ranks in (2, 3, 5, 16):
+    for ranks in (3, 16):
         parts = []
         for rank in range(ranks):
             with open_loader(config, BYTE_LENGTHS, World(rank, ranks, rank, ranks)) as loader:
@@ -203,7 +203,7 @@ def test_any_ranks_and_any_stop_read_the_same_schedule(root: Path, objective: st
         for step, data in enumerate(whole):
             assert sum_digests(part[step].digest for part in parts) == data.digest
             assert {len(part[step].batches) for part in parts} == {-(-len(data.batches) // ranks)}
-    for stop in range(1, 10):
+    for stop in (1, 2, 5, 8):
         with open_loader(config, BYTE_LENGTHS, World()) as loader:
             _, state = read_from(loader, loader.initial_state(), 0, stop)
         with open_loader(config, BYTE_LENGTHS, World()) as loader:
