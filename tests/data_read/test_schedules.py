@@ -195,7 +195,7 @@ def test_any_ranks_and_any_stop_read_the_same_schedule(root: Path, objective: st
         for d, (_, s, _) in zip(whole, SHAPES, strict=True)
     ]
     assert shapes == SHAPES
-    for ranks in (3, 16):
+    for ranks in (3, 16) if objective == "causal_lm" else (3,):
         parts = []
         for rank in range(ranks):
             with open_loader(config, BYTE_LENGTHS, World(rank, ranks, rank, ranks)) as loader:
@@ -203,7 +203,7 @@ def test_any_ranks_and_any_stop_read_the_same_schedule(root: Path, objective: st
         for step, data in enumerate(whole):
             assert sum_digests(part[step].digest for part in parts) == data.digest
             assert {len(part[step].batches) for part in parts} == {-(-len(data.batches) // ranks)}
-    for stop in (1, 2, 5, 8):
+    for stop in (1, 2, 5, 8) if objective == "causal_lm" else (5,):
         with open_loader(config, BYTE_LENGTHS, World()) as loader:
             _, state = read_from(loader, loader.initial_state(), 0, stop)
         with open_loader(config, BYTE_LENGTHS, World()) as loader:
