@@ -139,7 +139,8 @@ export class Charts {
 
   data(group, lines) {
     const log = this.log && group.log;
-    return uPlot.join(lines.map(({ line }) => [line[0], log ? line[1].map((value) => (value > 0 ? value : null)) : line[1]]));
+    // 2: a gap reaches to the next point of its own line, past those of the others.
+    return uPlot.join(lines.map(({ line }) => [line[0], log ? line[1].map((value) => (value > 0 ? value : null)) : line[1]]), lines.map(() => [1, 2]));
   }
 
   make(group, lines, shape) {
