@@ -25,7 +25,7 @@ from pretrain.data.segments import steps_by_segment
 from pretrain.data.state import Segment
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.data.validation import ValidationSet, open_validation
-from pretrain.engine.distributed import vote
+from pretrain.engine.distributed import all_reduce_sums, vote
 from pretrain.engine.engine import Engine
 from pretrain.engine.zero import sharing_ranks
 from pretrain.errors import PretrainError, StoreError, UserError
@@ -196,25 +196,42 @@ class Training:
         return tuple(name for name, steps in every.items() if steps and (last or step % steps == 0))
 
     def measure(self, state: TrainingState, measures: tuple[str, ...]) -> None:
-        """Measures on held-out data and records it; the training state stays as it is. A collective."""
+        """Measures on held-out data and records it; the training state stays as it is. A collective.
+
+        A run that is asked to end meanwhile does not wait for it: what is not finished is not recorded.
+        """
         if "losses" in measures:
             started = time.perf_counter()
             beat = functools.partial(self.place.heartbeat.phase, "eval", state.step, collective=True)
-            totals = validate(self.engine, self.validation, self.place.device, beat)
+            totals = validate(self.engine, self.validation, self.place.device, beat, self._asked_to_end)
+            if totals is None:
+                return
             losses = {name: part.to_record() for name, part in totals.items()}
             self.saver.note_validation(state.step, losses)
             self._record_validation(state, losses, started)
         if "translation" in measures:
             started = time.perf_counter()
-            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step)
+            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step, collective=True)
             world = self.place.world
-            scores, samples = translate_held_out(self.engine, self.config, self.tokenizer, self.pairs, world, beat)
+            translated = translate_held_out(
+                self.engine, self.config, self.tokenizer, self.pairs, world, beat, self._asked_to_end
+            )
+            if translated is None:
+                return
+            scores, samples = translated
             if world.is_main:
                 self.place.guard()
                 lines = "".join(sample.to_line() for sample in samples)
                 self.place.run.store.put(f"samples/step-{state.step:08d}.jsonl", lines.encode())
             found = {"bleu": scores.bleu, "chrf": scores.chrf, "sentences": scores.sentences}
             self._record_validation(state, {"translation": found}, started)
+
+    def _asked_to_end(self) -> bool:
+        """Whether any rank was. A collective."""
+        asked = any(all_reduce_sums([int(self.place.stop.reason)]))
+        if asked:
+            self.place.log.warning("the evaluation is left out: the run was asked to end")
+        return asked
 
     def _record_validation(self, state: TrainingState, values: dict[str, Any], started: float) -> None:
         seconds = time.perf_counter() - started

@@ -50,8 +50,14 @@ def translate_held_out(
     pairs: Sequence[Pair],
     world: World,
     beat: Callable[[], None],
-) -> tuple[TranslationScores, list[Sample]]:
-    """Scores and translations of all pairs in their order, on every rank; calls `beat` now and then. A collective."""
+    asked_to_end: Callable[[], bool],
+) -> tuple[TranslationScores, list[Sample]] | None:
+    """Scores and translations of all pairs in their order, on every rank. A collective.
+
+    Args:
+        beat: called now and then.
+        asked_to_end: whether any rank was; a collective. Then the result is None.
+    """
     wanted = config.eval.translation
     assert wanted is not None
     with engine.gathered_weights() as weights:
@@ -61,10 +67,12 @@ def translate_held_out(
     beams = None if wanted.num_beams == 1 else BeamOptions(wanted.num_beams, wanted.length_penalty)
     mine = pairs[world.rank :: world.size]
     samples: list[Sample] = []
-    for first in range(0, len(mine), _PAIRS_AT_ONCE):
+    for first in range(0, -(-len(pairs) // world.size), _PAIRS_AT_ONCE):  # equally often on every rank
         beat()
+        if asked_to_end():
+            return None
         some = mine[first : first + _PAIRS_AT_ONCE]
-        samples += translate(writer, some, max_tokens=wanted.max_tokens, beams=beams)
+        samples += translate(writer, some, max_tokens=wanted.max_tokens, beams=beams) if some else []
     gathered = [json.loads(text) for text in gather_texts(json.dumps([asdict(sample) for sample in samples]))]
     shares = [[Sample(**body) for body in share] for share in gathered]
     all_samples = [shares[number % world.size][number // world.size] for number in range(len(pairs))]

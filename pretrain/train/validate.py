@@ -15,18 +15,43 @@ from pretrain.engine.distributed import all_reduce_sums
 from pretrain.engine.engine import Engine
 from pretrain.generate.evaluate import LossTotals
 
+ASK_EVERY_BATCHES = 8  # a notice of seconds must not be spent on held-out rows
+
 
 def validate(
-    engine: Engine, sets: Mapping[str, ValidationSet], device: torch.device, beat: Callable[[], None]
-) -> dict[str, LossTotals]:
-    """Loss totals over all ranks, by source; calls `beat` before each micro-batch. A collective."""
-    return {name: _measure(engine, source, device, beat) for name, source in sets.items()}
+    engine: Engine,
+    sets: Mapping[str, ValidationSet],
+    device: torch.device,
+    beat: Callable[[], None],
+    asked_to_end: Callable[[], bool],
+) -> dict[str, LossTotals] | None:
+    """Loss totals over all ranks, by source; None when the run was asked to end meanwhile. A collective.
+
+    Args:
+        beat: called before each micro-batch.
+        asked_to_end: whether any rank was; a collective, asked now and then.
+    """
+    totals = {}
+    for name, source in sets.items():
+        total = _measure(engine, source, device, beat, asked_to_end)
+        if total is None:
+            return None
+        totals[name] = total
+    return totals
 
 
-def _measure(engine: Engine, source: ValidationSet, device: torch.device, beat: Callable[[], None]) -> LossTotals:
+def _measure(
+    engine: Engine,
+    source: ValidationSet,
+    device: torch.device,
+    beat: Callable[[], None],
+    asked_to_end: Callable[[], bool],
+) -> LossTotals | None:
     nats, tokens, spelled_bytes = 0.0, 0, 0
-    for batch in source.batches():
+    for number, batch in enumerate(source.batches()):  # equally many on every rank
         beat()
+        if number % ASK_EVERY_BATCHES == 0 and asked_to_end():
+            return None
         nats += float(engine.evaluate(batch.to(device)).nll)
         tokens += batch.target_tokens
         spelled_bytes += batch.target_bytes
