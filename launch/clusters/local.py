@@ -114,20 +114,25 @@ def _start(folder: Path, num_slots: int, device: str) -> None:
 def _only_needed_processes() -> Iterator[None]:
     """No autoscaler monitor and no log monitor: a quarter of Ray's CPU time at start and 160 MB (measured).
 
-    And a free port for the dashboard agent: of two Rays on one host the second tries the same fixed one
-    for 3 s, and a cluster's head could take no jobs as long as a run of ours held it (both measured).
-    Ray has these switches, but `ray.init` does not pass them on.
+    No dashboard either: Ray would still start its process, for usage statistics alone, and wait for its import; and
+    its agent, which a node must have, without the parts that serve it. And a free port for that agent: of two Rays
+    on one host the second tries the same fixed one for 3 s, and a cluster's head could take no jobs as long as a run
+    of ours held it (both measured). Ray has these switches, but `ray.init` does not pass them on.
     """
-    from ray._private import parameter
+    from ray._private import parameter, services, utils
 
-    original = parameter.RayParams
+    original, start_dashboard = parameter.RayParams, services.start_api_server
+    what_dashboard_lacks = utils.get_dashboard_dependency_error
     parameter.RayParams = functools.partial(
         original, no_monitor=True, include_log_monitor=False, dashboard_agent_listen_port=0
     )
+    services.start_api_server = lambda *words, **more: (None, None)  # what Ray gets from one that did not start
+    utils.get_dashboard_dependency_error = lambda: "it is not wanted"
     try:
         yield
     finally:
-        parameter.RayParams = original
+        parameter.RayParams, services.start_api_server = original, start_dashboard
+        utils.get_dashboard_dependency_error = what_dashboard_lacks
 
 
 def _stop(folder: Path) -> bool:

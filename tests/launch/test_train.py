@@ -18,8 +18,8 @@ from launch.clusters.local import PREFIX
 from pretrain.rundir import ProcessIdentity, RunDirectory
 from tests.launch.runs import run_cli, start_cli, write_config
 
-pytestmark = pytest.mark.timeout(180)
-START_S = 90.0  # Ray alone takes 4 s on two idle cores and ten times that on busy ones
+pytestmark = pytest.mark.timeout(600)
+START_S = 240.0  # Ray alone takes 3 s on two idle cores and fifty times that on crowded ones
 
 
 def wait_for(what: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = START_S) -> Any:
