@@ -22,7 +22,9 @@ from launch.controller.offers import NO_SLOTS, Offer, Seat, Slots
 from launch.controller.slots import Nodes, SlotsTakenError, SlotTable
 from launch.controller.state import Beat, RankExit, RankStack
 
-AGENT_START_S = 60.0  # from the order for slots to the agent's first word
+# From the order for slots to the first word of an agent. Ray may have to start an interpreter from a cold network file
+# system, or on cores that others use: what is given up too early begins anew, and never comes (measured at 60 s).
+AGENT_START_S = 180.0
 UNHEARD_S = 1.2  # an agent says something every 0.5 s
 RELEASE_WITHIN_S = 5.0  # longest wait at the end for a Ray that may be dead itself
 
