@@ -24,7 +24,6 @@ from typing import Any
 from pretrain.data.stage_encode import encode_range
 from pretrain.data.stage_pack import pack_documents
 from pretrain.data.stage_read import read_piece
-from pretrain.data.stage_unpack import unpack_source
 from pretrain.data.stage_write import write_shard
 from pretrain.data.tick import Tick
 from pretrain.data.tokenizer import Tokenizer
@@ -81,12 +80,18 @@ def _write(work: Store, task: Task, common: dict[str, Any], tick: Tick) -> dict[
     return write_shard(work, _store(task.out), common, task.item, tick)
 
 
+def _unpack(work: Store, task: Task, common: dict[str, Any], tick: Tick) -> dict[str, Any]:
+    from pretrain.data.stage_unpack import unpack_source  # torch comes with it: seconds that no other stage needs
+
+    return unpack_source(work, task.folder, task.item, tick)
+
+
 _STAGES: dict[str, Callable[[Store, Task, dict[str, Any], Tick], dict[str, Any]]] = {
     "read": lambda work, task, common, tick: read_piece(work, task.folder, task.number, common, task.item, tick),
     "encode": _encode,
     "pack": lambda work, task, common, tick: pack_documents(work, task.folder, task.number, common, task.item, tick),
     "write": _write,
-    "unpack": lambda work, task, common, tick: unpack_source(work, task.folder, task.item, tick),
+    "unpack": _unpack,
 }
 
 

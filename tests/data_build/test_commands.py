@@ -147,3 +147,9 @@ def test_importing_the_commands_loads_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_the_workers_of_a_build_load_no_torch() -> None:
+    program = "import sys, launch.data_build, pretrain.data.tasks; print('torch' in sys.modules, 'ray' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == "False False\n"
