@@ -175,14 +175,14 @@ def plan_many_blocks_s() -> float:
     return median([timed(start) for _ in range(3)])
 
 
-def peer_tokens_per_s(peer: str, corpus: Corpus, folder: Path, seconds: float) -> float:
-    """Of a peer in its own environment. Raises CalledProcessError with what it said."""
+def peer_tokens_per_s(peer: str, corpus: Corpus, folder: Path, seconds: float, per: str = "s") -> float:
+    """Of a peer in its own environment, per `s` or per `cpu_s`. Raises CalledProcessError with what it said."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [str(PEERS_PYTHON), str(Path(__file__).with_name("loader_peers.py")), peer, str(corpus.flat)]
         done = subprocess.run(
             [*command, f"{scratch}/rows", str(seconds)], stdout=subprocess.PIPE, text=True, check=True
         )
-    return float(done.stdout.split("tokens_per_s ")[1])
+    return float(done.stdout.split(f"tokens_per_{per} ")[1].split()[0])
 
 
 def measure_peers(corpus: Corpus, folder: Path, seconds: float, repetitions: int, command: str) -> list[Result]:
@@ -190,21 +190,16 @@ def measure_peers(corpus: Corpus, folder: Path, seconds: float, repetitions: int
     if not PEERS_PYTHON.exists():
         print(f"left out: {', '.join(PEERS)} (no {PEERS_PYTHON}; make it a venv and install '.[bench]' there)")
         return []
-    sides: dict[str, Callable[[], float]] = {"ours": partial(tokens_per_s, ours, corpus, seconds)}
-    sides |= {peer: partial(peer_tokens_per_s, peer, corpus, folder, seconds) for peer in PEERS}
-    values = interleave(sides, repetitions)
-    return [
-        Result(
-            f"loader.vs_{peer}",
-            median_ratio(values["ours"], values[peer]),
-            "ratio",
-            f"{peer}, tokens/s",
-            median(values[peer]),
-            repetitions,
-            command,
-        )
-        for peer in PEERS
-    ]
+    results = []
+    for suffix, clock, per in (("", time.perf_counter, "s"), ("_cpu", time.process_time, "cpu_s")):
+        sides: dict[str, Callable[[], float]] = {"ours": partial(tokens_per_s, ours, corpus, seconds, clock)}
+        sides |= {peer: partial(peer_tokens_per_s, peer, corpus, folder, seconds, per) for peer in PEERS}
+        values = interleave(sides, repetitions)
+        for peer in PEERS:
+            ratio, theirs = median_ratio(values["ours"], values[peer]), median(values[peer])
+            unit = f"{peer}, tokens/{per.replace('_', ' ')}"
+            results.append(Result(f"loader.vs_{peer}{suffix}", ratio, "ratio", unit, theirs, repetitions, command))
+    return results
 
 
 def measure(*, quick: bool, command: str) -> list[Result]:

@@ -1,8 +1,8 @@
 """mosaicml-streaming, Hugging Face datasets and litdata on rows that were packed beforehand, one process each.
 
 `python benchmarks/loader_peers.py PEER FLAT.bin FOLDER SECONDS` in an environment that has them (`pip install -e
-'.[bench]'` in a venv of its own, .venv-bench) prints tokens per second. Rows are shuffled, read without worker
-processes, and handed over as `plain_batch` does.
+'.[bench]'` in a venv of its own, .venv-bench) prints tokens per CPU second and per second. Rows are shuffled, read
+without worker processes, and handed over as `plain_batch` does.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def main() -> None:
     peer, flat, folder, seconds = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
     batches = {"streaming": streaming, "datasets": datasets, "litdata": litdata}[peer](rows_of(flat), folder)
     next(batches)
-    count, start = 0, time.perf_counter()
+    count, start, cpu_start = 0, time.perf_counter(), time.process_time()
     while (elapsed := time.perf_counter() - start) < seconds:
         next(batches)
         count += 1
+    print(f"tokens_per_cpu_s {count * TOKENS / (time.process_time() - cpu_start)}")
     print(f"tokens_per_s {count * TOKENS / elapsed}")
 
 
