@@ -3,7 +3,8 @@
 Pairs of random ids with the lengths of sentence pairs (log-normal, mean about 30 tokens, the two sides
 correlated). Ours packs them into rows that hold 256 tokens on each side; theirs sorts pools of 50 batches by
 length, as its Trainer's length grouping does, and pads each batch to its longest. Same sizes, dtype,
-AdamW and clipping; tokens/s counts real source and target tokens only. Each side runs in turn.
+AdamW and clipping, an update for about as many tokens; tokens/s counts real source and target tokens only. Each
+side runs in turn.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def their_step(size: Size, kind: str, batches: list[list[Pair]]) -> Callable[[],
 
 def measure(*, quick: bool, command: str) -> list[Result]:
     """Ratio of real tokens/s, and how full our rows are beside their padded batches."""
-    repetitions, microsteps, kind = 2 if quick else 5, 1, precision()
+    repetitions, microsteps, kind = 2 if quick else 5, 2, precision()
     size = Size(num_layers=2) if quick else Size()
     pairs = make_pairs(2 * PAIRS_PER_BATCH * POOL_BATCHES, size.vocabulary_size)
     ours, theirs = packed_batches(pairs), grouped_batches(pairs)
@@ -199,7 +200,7 @@ def measure(*, quick: bool, command: str) -> list[Result]:
         engine = build_engine(size, kind, microsteps)
         sides = {
             "ours": our_step(engine, ours[:microsteps]),
-            "theirs": their_step(size, kind, theirs[: 2 * microsteps]),
+            "theirs": their_step(size, kind, theirs[:microsteps]),
         }
         interleave(sides, 1)
         values = interleave(sides, repetitions)
