@@ -82,18 +82,15 @@ class RayTasks:
         import ray
 
         rows = ray.data.from_items([json.dumps(asdict(task)) for task in tasks], override_num_blocks=len(tasks))
-        # A node that dies takes its tasks with it: they run again, however often (-1), somewhere else.
-        answers = rows.map(_run_row, num_cpus=1, ray_remote_args_fn=_run_again, concurrency=self._most_at_once)
+        # A node that dies takes its tasks with it: Ray Data runs them again, however often, somewhere else.
+        at_once = ray.data.TaskPoolStrategy(size=self._most_at_once)
+        answers = rows.map(_run_row, num_cpus=1, compute=at_once)
         for row in answers.iter_rows():
             answer = json.loads(row["answer"])
             if "error" in answer:
                 raise as_error(answer)
             tick(*answer["done"])
             yield answer["number"], answer["result"]
-
-
-def _run_again() -> dict[str, Any]:
-    return {"max_retries": -1}
 
 
 def _run_row(row: dict[str, Any]) -> dict[str, str]:

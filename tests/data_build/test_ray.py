@@ -1,7 +1,8 @@
-"""A build on a Ray cluster of two nodes: the bytes of a build on one machine, also when a worker is killed."""
+"""A build on a Ray of two nodes: the bytes of one machine, also when a worker and the builder are killed."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -19,7 +20,7 @@ from tests.data_build.corpus import file_hashes, numbered_texts, text_options, w
 from tests.launch.two_nodes import two_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = [pytest.mark.timeout(280), pytest.mark.slow]  # a cluster of two nodes; make test-cluster runs it
+pytestmark = [pytest.mark.timeout(390), pytest.mark.slow]  # a cluster of two nodes; make test-cluster runs it
 
 
 @pytest.fixture
@@ -30,24 +31,51 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Proce
         yield told["address"], process
 
 
-def test_a_build_on_ray_gives_the_same_bytes_also_when_a_worker_is_killed(
-    tmp_path: Path, texts: Path, tokenizer_path: str, cluster: tuple[str, psutil.Process]
-) -> None:
-    address, nodes = cluster
+@pytest.fixture
+def corpus(texts: Path) -> Path:
     for number in range(3):
         write_jsonl(texts / f"{number}.jsonl", [{"text": text} for text in numbered_texts(1500, seed=number)])
-    build(text_options(texts, tmp_path / "calm", tokenizer_path, name="same", block_tokens=256, shard_blocks=64))
-    command = [sys.executable, "-m", "launch.cli", "data", "build", str(texts), "--out", str(tmp_path / "torn"),
-               "--tokenizer", tokenizer_path, "--name", "same", "--block-tokens", "256", "--shard-blocks", "64",
+    return texts
+
+
+def start_build(corpus: Path, out: Path, tokenizer: str, address: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "launch.cli", "data", "build", str(corpus), "--out", str(out), "--json",
+               "--tokenizer", tokenizer, "--name", "same", "--block-tokens", "256", "--shard-blocks", "64",
                "--ray", "--address", address, "--no-plot", "--memory", "2MB"]  # fmt: skip
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        killed = _kill_a_worker_in_mid_build(tmp_path / "torn.partial", nodes, process)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_build_on_ray_gives_the_same_bytes_also_when_a_worker_and_then_the_builder_is_killed(
+    tmp_path: Path, corpus: Path, tokenizer_path: str, cluster: tuple[str, psutil.Process]
+) -> None:
+    address, nodes = cluster
+    build(text_options(corpus, tmp_path / "calm", tokenizer_path, name="same", block_tokens=256, shard_blocks=64))
+    torn = tmp_path / "torn"
+    with start_build(corpus, torn, tokenizer_path, address) as process:
+        killed = _kill_a_worker_in_mid_build(torn.with_name("torn.partial"), nodes, process)
+        done = _kill_the_builder_after_some_tasks(torn.with_name("torn.partial"), process)
+        errors = process.communicate(timeout=60)[1]
+    assert killed, f"no worker was killed while it worked: {errors}"
+    assert process.returncode == -signal.SIGKILL, errors
+    assert not torn.exists()
+    with start_build(corpus, torn, tokenizer_path, address) as process:
         output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert killed, "no worker was killed while it worked"
-    assert file_hashes(tmp_path / "torn") == file_hashes(tmp_path / "calm")
-    assert "train: " in output
-    assert not (tmp_path / "torn.partial").exists()
+    report = json.loads(output)
+    assert done <= report["reused_tasks"] < report["tasks"]
+    assert file_hashes(torn) == file_hashes(tmp_path / "calm")
+    assert not torn.with_name("torn.partial").exists()
+
+
+def _kill_the_builder_after_some_tasks(partial: Path, build: subprocess.Popen[str], least: int = 3) -> int:
+    """Kills it when it has encoded so much; gives how many tasks were done by then."""
+    while build.poll() is None:
+        done = len(list(partial.glob("work/encode-*/done/*.json")))
+        if done >= least:
+            build.kill()
+            return done
+        time.sleep(0.005)
+    return 0
 
 
 def _kill_a_worker_in_mid_build(partial: Path, nodes: psutil.Process, build: subprocess.Popen[str]) -> bool:
@@ -61,7 +89,7 @@ def _kill_a_worker_in_mid_build(partial: Path, nodes: psutil.Process, build: sub
                         return True
                 except psutil.Error:
                     continue
-        time.sleep(0.005)
+        time.sleep(0.02)
     return False
 
 
