@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
 
+from pretrain.checkpoint import list_checkpoints
+from pretrain.checkpoint.files import read_manifest
 from pretrain.config import load_config
 from pretrain.data.batch import dropout_key
-from pretrain.errors import ConfigError
+from pretrain.errors import ConfigError, PretrainError
+from pretrain.rundir import RunDirectory
 from tests.ranks_pool import Group, RankPool
 from tests.tiny import Tiny, build_tiny, steps_of
 
@@ -80,23 +85,44 @@ def test_more_steps_at_a_resume_are_told_and_the_rest_follows_the_new_schedule(r
     assert rates == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (3, 1)])
-def test_a_run_goes_on_with_other_ranks_and_another_stage_on_the_same_rows(rank_pool, tiny, tmp_path, ranks, stage):
-    _train(rank_pool, tiny, tmp_path, "whole", "schedule.total_steps=12", ranks=2)
-    _train(rank_pool, tiny, tmp_path, "moved", "schedule.kind=cosine", "schedule.total_steps=12",
-           "cluster.num_ranks=2", "checkpoint.keep_last=9", ranks=2)  # fmt: skip
-    later = tmp_path / "moved" / "checkpoints"
-    for folder in later.iterdir():  # back to step 5
-        if folder.is_dir() and not folder.name.startswith("step-00000005"):
-            for file in folder.iterdir():
-                file.unlink()
-            folder.rmdir()
-    _train(rank_pool, tiny, tmp_path, "moved", "schedule.total_steps=12", f"engine.zero_stage={stage}",
-           f"cluster.num_ranks={ranks}", "checkpoint.keep_last=9", ranks=ranks)  # fmt: skip
+def test_a_run_goes_on_with_2_4_1_3_and_2_ranks_and_stages_1_3_2_0_and_1(rank_pool, tiny, tmp_path):
+    _train(rank_pool, tiny, tmp_path, "whole", "schedule.total_steps=10", "engine.zero_stage=1", ranks=2)
+    legs = list(zip((2, 4, 1, 3, 2), (1, 3, 2, 0, 1), strict=True))
+    for number, (ranks, stage) in enumerate(legs):
+        plan = tmp_path / f"leg-{number}.json"  # rank 0 waits there until its save is seen and all are killed
+        plan.write_text(
+            json.dumps([{"point": "step.begins", "do": "sleep:600", "nth": 3, "rank": 0}] if number < 4 else [])
+        )
+        words = tiny.decoder(
+            "name=moved", f"schedule.warmup_steps={WARMUP}", "schedule.total_steps=10", "checkpoint.every_steps=2",
+            f"engine.zero_stage={stage}", f"cluster.num_ranks={ranks}", "--resume", "auto",
+        )  # fmt: skip
+        environment = {"PRETRAIN_HOME": str(tmp_path), "RATES": str(tmp_path / "rates"), "PRETRAIN_FAULTS": str(plan)}
+        logs = [tmp_path / f"moved-{number}-{rank}.log" for rank in range(ranks)]
+        group = rank_pool.start(words, ranks=ranks, environment=environment, logs=logs)
+        if number < 4:
+            deadline = time.monotonic() + 60
+            while _newest_step(tmp_path / "moved") != 2 * number + 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            group.kill()
+        else:
+            assert group.wait(60.0), group.output()
+        assert set(group.codes.values()) == {-9 if number < 4 else 0}, group.output()
+    run = RunDirectory.locate(str(tmp_path / "moved"))
+    assert [event.fields["step"] for event in run.events() if event.kind == "restored"] == [2, 4, 6, 8]
+    manifests = [read_manifest(run.checkpoints, info.name) for info in reversed(list_checkpoints(run.checkpoints))]
+    assert [manifest.origin["ranks"] for manifest in manifests][-2:] == [3, 2]
     whole, moved = steps_of(tmp_path / "whole"), steps_of(tmp_path / "moved")
     assert [r["data_digest"] for r in moved.values()] == [r["data_digest"] for r in whole.values()]
-    for step in range(6, 13):
+    for step in range(1, 11):
         assert moved[step]["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5), step
+
+
+def _newest_step(run: Path) -> int | None:
+    with contextlib.suppress(PretrainError):
+        infos = [info for info in list_checkpoints(RunDirectory.locate(str(run)).checkpoints) if not info.problem]
+        return infos[0].step if infos else None
+    return None
 
 
 def test_dropout_differs_in_every_micro_batch_and_follows_the_step_not_the_start():
