@@ -5,7 +5,8 @@ ending the other rank, starting both, reading the copy, the first step. The base
 without standbys. The wait for a second checkpoint, and for the standbys, after each fault keeps the
 faults apart. Phases: `seen` until the controller knows, `gone` until no rank of the attempt lives,
 `placed` until the next one is ordered, `ranks` until its processes are known; then the stages of rank 0.
-A hang is a SIGSTOP; its baseline is what it may take: three of the longest last steps and two seconds.
+A hang is a SIGSTOP; its baseline is what it may take: three of the longest last steps and two seconds. Compiled
+kernels are measured apart: their first attempt has filled the compiler's cache.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def _chaos(trials: int) -> dict[str, Any]:
 def measure(*, quick: bool, command: str) -> list[Result]:
     """Medians over several faults of a run with standbys and of one without; hangs; a short chaos campaign."""
     warm_faults, cold_faults, hangs, trials = (2, 1, 1, 4) if quick else (5, 2, 2, 40)
+    compiled_faults = 1 if quick else 3
     cold: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -91,6 +93,8 @@ def measure(*, quick: bool, command: str) -> list[Result]:
             ]
         with training(folder, *SETTINGS, "cluster.standbys=false") as run:  # not beside: they would fight for the cores
             cold = [_fault_once(run, n, signal.SIGKILL, standbys=False) for n in range(1, cold_faults + 1)]
+        with training(folder, *SETTINGS, "cluster.standbys=true", "model.kernels=compiled") as run:
+            compiled = [_fault_once(run, n, signal.SIGKILL, standbys=True) for n in range(1, compiled_faults + 1)]
     chaos = _chaos(trials)
 
     def middle(faults: list[dict[str, float]], phase: str) -> float:
@@ -102,6 +106,7 @@ def measure(*, quick: bool, command: str) -> list[Result]:
         for phase in warm[0] if phase != "allowed_s"
     ]  # fmt: skip
     rest = [
+        ("kill_to_step_compiled_s", middle(compiled, TOTAL), "s", "eager, s", middle(warm, TOTAL), compiled_faults),
         ("hang_to_step_s", middle(stopped, TOTAL), "s", "kill to step, s", middle(warm, TOTAL), hangs),
         ("hang_seen_s", middle(stopped, "seen_s"), "s", "3 x step time + 2, s", middle(stopped, "allowed_s"), hangs),
         ("chaos_trials", float(chaos["trials"]), "fired", "tried", float(chaos["tried"]), 1),

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 
 from launch import cli
+from launch.session import RANK_COMMAND_VARIABLE
 from pretrain.rundir import RunDirectory
 from tests.chaos.direct import Result
 from tests.chaos.plan import SAVE_EVERY, STEPS, Order, Trial
@@ -31,117 +32,148 @@ from tests.chaos.verdict import differences, leftovers
 from tests.ranks_pool import ROOT
 from tests.tiny import Tiny
 
-BOUND_S = 150.0
+BOUND_S = 240.0
+CLIENT = str(Path(__file__).with_name("rank_client.py"))
 _ENDED = ("completed", "failed", "stopped", "interrupted")
+_RAY_STARTS = 4  # on a busy machine Ray's dashboard is not up within the 20 s that Ray gives it
 _QUIET_S = 15.0  # from the end of a run until nothing of it may live
 
 
+_Fault = tuple[str, list[Order], str]
+
+
 def cluster_trials(count: int, seed: int) -> list[Trial]:
-    """`count` trials, each kind in turn."""
+    """`count` trials, each kind in turn; every point outside of ranks comes five times in forty."""
     draw = random.Random(seed + 1)
-    makers: list[Callable[[random.Random], tuple[str, list[Order], str]]] = [
-        _kill_rank, _kill_controller, _kill_keeper, _two_ranks, _kill_rank, _kill_agent, _kill_controller, _stop_rank,
-        _controller_and_keeper, _kill_rank, _rank_and_agent, _full_disk, _kill_controller, _stop_agent, _kill_standby,
-        _two_ranks, _stop_controller, _kill_keeper, _kill_agent, _kill_rank,
-    ]  # fmt: skip
+    common = [_rank_and_agent_that_hears, _rank_and_controller_that_sees, _controller_and_keeper_that_submits,
+              _controller_and_keeper_at_start, _agent_twice, _standby]  # fmt: skip
+    single = [_kill_rank, _two_ranks, _stop_rank, _stop_agent, _stop_controller, _both_at_once, _full_disk, _two_ranks,
+              _kill_rank, _keeper]  # fmt: skip
+    makers = [maker for five in range(5) for maker in (*common, *single[2 * five : 2 * five + 2])]
     trials = []
     for number in range(count):
         name, orders, act = makers[number % len(makers)](draw)
         standbys = "cluster.standbys=true" if "standby" in name else "cluster.standbys=false"
+        ranks = 2 if any("rank" in order or order.get("process") == "standby" for order in orders) else 1
         trials.append(
-            Trial(1000 + number, name, 2, draw.random() < 0.5, tuple(orders), act=act, overrides=(standbys,),
-                  bound_s=BOUND_S, tags=(name.removeprefix("cluster: "), *(str(o["point"]) for o in orders)))
+            Trial(1000 + number, f"cluster: {name}", ranks, draw.random() < 0.5, tuple(orders), act=act,
+                  overrides=(standbys,), bound_s=BOUND_S, tags=(name,))
         )  # fmt: skip
     return trials
 
 
-def _kill_rank(draw: random.Random) -> tuple[str, list[Order], str]:
+def _of_rank(draw: random.Random) -> Order:
     point = draw.choice(["step.microstep", "step.after_update", "save.written", "store.before_rename", "step.agreed"])
-    rank = draw.randrange(2)
-    order: Order = {"point": point, "do": "kill", "nth": draw.randint(1, 3), "rank": rank}
-    return "cluster: kill rank", [order | ({"detail": "rank-0000"} if point.startswith("store") else {})], ""
+    order: Order = {"point": point, "do": "kill", "nth": draw.randint(1, 3), "rank": draw.randrange(2)}
+    return order | ({"detail": "rank-0000"} if point.startswith("store") else {})
 
 
-def _two_ranks(draw: random.Random) -> tuple[str, list[Order], str]:
+def _kill_rank(draw: random.Random) -> _Fault:
+    return "kill rank", [_of_rank(draw)], ""
+
+
+def _two_ranks(draw: random.Random) -> _Fault:
     nth = draw.randint(2, STEPS - 1)
-    orders: list[Order] = [{"point": "step.begins", "do": "kill", "nth": nth, "rank": r} for r in (0, 1)]
-    return "cluster: kill two ranks", orders, ""
+    return "kill two ranks", [{"point": "step.begins", "do": "kill", "nth": nth, "rank": r} for r in (0, 1)], ""
 
 
-def _kill_agent(draw: random.Random) -> tuple[str, list[Order], str]:
-    point = draw.choice(["agent.start", "agent.spawned"])
-    return "cluster: kill agent", [{"point": point, "do": "kill", "process": "agent"}], ""
+def _rank_and_agent_that_hears(draw: random.Random) -> _Fault:
+    agent: Order = {"point": "agent.heard_exit", "do": "kill", "process": "agent"}
+    return "kill rank, and its agent as it hears of it", [_of_rank(draw), agent], ""
 
 
-def _rank_and_agent(draw: random.Random) -> tuple[str, list[Order], str]:
+def _rank_and_controller_that_sees(draw: random.Random) -> _Fault:
+    controller: Order = {"point": "controller.fault", "do": "kill", "process": "controller"}
+    return "kill rank, and the controller as it sees it", [_of_rank(draw), controller], ""
+
+
+def _agent_twice(draw: random.Random) -> _Fault:
+    orders: list[Order] = [{"point": point, "do": "kill", "process": "agent"}
+                           for point in ("agent.start", "agent.spawned")]  # fmt: skip
+    return "kill agent as it starts, and the next with its ranks", orders, ""
+
+
+def _both_at_once(draw: random.Random) -> _Fault:
     order: Order = {"point": "step.begins", "do": "kill:parent", "nth": draw.randint(2, STEPS - 1),
                     "rank": draw.randrange(2)}  # fmt: skip
-    return "cluster: kill rank and agent", [order], ""
+    return "kill rank and agent at once", [order], ""
 
 
-def _kill_controller(draw: random.Random) -> tuple[str, list[Order], str]:
-    point, nth = draw.choice([("controller.look", 40), ("controller.look", 90), ("controller.start", 1),
-                              ("journal.before", 3), ("journal.after", 4)])  # fmt: skip
-    orders: list[Order] = [{"point": point, "do": "kill", "nth": nth, "process": "controller"}]
-    if point == "controller.look":  # long enough to be met
-        orders.append({"point": "step.begins", "do": "sleep:1", "rank": 0, "times": STEPS})
-    return "cluster: kill controller", orders, ""
+def _controller_and_keeper_that_submits(draw: random.Random) -> _Fault:
+    orders: list[Order] = [
+        {"point": "controller.look", "do": "kill", "nth": draw.choice([40, 90]), "process": "controller"},
+        {"point": "keeper.submit", "do": "kill", "process": "keeper"},
+        {"point": "step.begins", "do": "sleep:1", "times": STEPS},  # long enough to be met
+    ]
+    return "kill controller, and the keeper as it submits", orders, ""
 
 
-def _kill_keeper(draw: random.Random) -> tuple[str, list[Order], str]:
-    return "cluster: kill keeper", [{"point": "keeper.look", "do": "kill", "nth": 2, "process": "keeper"}], ""
+def _controller_and_keeper_at_start(draw: random.Random) -> _Fault:
+    orders: list[Order] = [
+        {"point": "keeper.look", "do": "kill", "nth": 2, "process": "keeper"},
+        {"point": "controller.start", "do": "kill", "process": "controller"},
+    ]
+    return "kill keeper, and the controller as it starts", orders, ""
 
 
-def _controller_and_keeper(draw: random.Random) -> tuple[str, list[Order], str]:
+def _keeper(draw: random.Random) -> _Fault:
     orders: list[Order] = [
         {"point": "keeper.look", "do": "kill", "nth": 4, "process": "keeper"},
-        {"point": "controller.look", "do": "kill", "nth": 50, "process": "controller"},
-        {"point": "step.begins", "do": "sleep:1", "rank": 0, "times": STEPS},
-    ]
-    return "cluster: kill controller and keeper", orders, ""
+        {"point": draw.choice(["journal.before", "journal.after"]), "do": "kill", "nth": draw.randint(3, 5),
+         "process": "controller"},
+    ]  # fmt: skip
+    return "kill keeper, and the controller in its journal", orders, ""
 
 
-def _stop_rank(draw: random.Random) -> tuple[str, list[Order], str]:
-    order: Order = {"point": "step.microstep", "do": "stop", "nth": 14, "rank": draw.randrange(2)}
-    return "cluster: stop rank", [order], ""
+def _stop_rank(draw: random.Random) -> _Fault:
+    return "stop rank", [{"point": "step.microstep", "do": "stop", "nth": 14, "rank": draw.randrange(2)}], ""
 
 
-def _stop_agent(draw: random.Random) -> tuple[str, list[Order], str]:
-    return "cluster: stop agent", [{"point": "agent.spawned", "do": "stop", "process": "agent"}], ""
+def _stop_agent(draw: random.Random) -> _Fault:
+    return "stop agent", [{"point": "agent.spawned", "do": "stop", "process": "agent"}], ""
 
 
-def _stop_controller(draw: random.Random) -> tuple[str, list[Order], str]:
+def _stop_controller(draw: random.Random) -> _Fault:
     orders: list[Order] = [
         {"point": "controller.look", "do": "stop", "nth": 50, "process": "controller"},
-        {"point": "step.begins", "do": "sleep:1", "rank": 0, "times": 2 * STEPS},
+        {"point": "step.begins", "do": "sleep:1", "times": 2 * STEPS},
     ]
-    return "cluster: stop controller, continue it later", orders, "take over and continue"
+    return "stop controller, continue it later", orders, "take over and continue"
 
 
-def _full_disk(draw: random.Random) -> tuple[str, list[Order], str]:
+def _full_disk(draw: random.Random) -> _Fault:
     order: Order = {"point": "store.mid_write", "do": "error:ENOSPC", "detail": "journal/", "process": "controller",
                     "nth": draw.randint(2, 4), "times": 3}  # fmt: skip
-    return "cluster: full disk under the journal", [order], ""
+    return "full disk under the journal", [order], ""
 
 
-def _kill_standby(draw: random.Random) -> tuple[str, list[Order], str]:
+def _standby(draw: random.Random) -> _Fault:
     orders: list[Order] = [
         {"point": "step.begins", "do": "kill", "nth": STEPS - 1, "rank": draw.randrange(2)},
         {"point": "standby.taken", "do": "kill", "process": "standby"},
-        {"point": "step.begins", "do": "sleep:4", "rank": 0, "times": STEPS - 3},  # until there are standbys
+        {"point": "step.begins", "do": "sleep:1", "rank": 0, "times": STEPS - 3},  # until there are standbys
     ]
-    return "cluster: kill standby as it is taken", orders, ""
+    return "kill standby as it is taken", orders, ""
+
+
+def forks_ranks(trial: Trial) -> bool:
+    """Whether the trial's ranks are forked from a process that has imported all; else agents start them as ever.
+
+    Never where the fault is about the bond between a rank's process and its agent.
+    """
+    told = [str(order["do"]) for order in trial.orders]
+    return not ("kill:parent" in told or "standby" in trial.name or "stop rank" in trial.name)
 
 
 class ClusterBench:
     """A context manager: the cluster lives as long as it.
 
     Args:
-        reference: an untouched run of two ranks.
+        references: an untouched run for each number of ranks.
     """
 
-    def __init__(self, folder: Path, tiny: Tiny, reference: RunDirectory) -> None:
-        self._folder, self._tiny, self._reference = folder, tiny, reference
+    def __init__(self, folder: Path, tiny: Tiny, references: Mapping[int, RunDirectory]) -> None:
+        self._folder, self._tiny, self._references = folder, tiny, references
         self._plan = folder / "cluster-faults.json"
         self._mark = str(folder / "cluster")
 
@@ -150,27 +182,41 @@ class ClusterBench:
         self._ray = tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True)
         environment = {**os.environ, "PRETRAIN_FAULTS": str(self._plan), "PRETRAIN_TRIAL": self._mark,
                        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # fmt: skip
-        with (self._folder / "ray.log").open("wb") as log:
-            self._nodes = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.ray_node", self._ray.name], env=environment, cwd=ROOT, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-            )  # fmt: skip
-        assert self._nodes.stdout is not None
-        line = self._nodes.stdout.readline()
+        for _ in range(_RAY_STARTS):
+            with (self._folder / "ray.log").open("ab") as log:
+                self._nodes = subprocess.Popen(
+                    [sys.executable, "-m", "tests.chaos.ray_node", self._ray.name], env=environment, cwd=ROOT,
+                    text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                )  # fmt: skip
+            assert self._nodes.stdout is not None
+            line = self._nodes.stdout.readline()
+            if line:
+                break
+            self._nodes.wait()
         assert line, (self._folder / "ray.log").read_text(errors="replace")[-4000:]
         self._address = json.loads(line)["dashboard"]
+        self._ranks_at = str(Path(self._ray.name) / "ranks")
+        self._ranks = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.rank_server", self._ranks_at], cwd=ROOT, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**environment, "DS_ACCELERATOR": "cpu"},
+        )  # fmt: skip
+        assert self._ranks.stdout is not None
+        assert self._ranks.stdout.readline() == b"ready\n"
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._nodes.stdin is not None
-        self._nodes.stdin.close()
+        for process in (self._nodes, self._ranks):
+            assert process.stdin is not None
+            process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._nodes.wait(60.0)
-        self._nodes.kill()
-        assert self._nodes.stdout is not None
-        self._nodes.stdout.close()
+        for process in (self._nodes, self._ranks):
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
         self._ray.cleanup()
 
     def run(self, trial: Trial) -> Result:
@@ -180,6 +226,9 @@ class ClusterBench:
             old.unlink()
         self._plan.write_text(json.dumps(trial.orders))
         os.environ["PRETRAIN_HOME"] = str(home)
+        os.environ.pop(RANK_COMMAND_VARIABLE, None)
+        if forks_ranks(trial):
+            os.environ[RANK_COMMAND_VARIABLE] = json.dumps([sys.executable, "-S", CLIENT, self._ranks_at])
         began, problems, fenced = time.monotonic(), [], ""
         self._submit(trial, home)
         if trial.act:
@@ -194,7 +243,7 @@ class ClusterBench:
             self._end(home)
         else:
             self._await(lambda: not self._left(home), _QUIET_S)
-            problems += differences(self._reference, run, STEPS) + self._left(home)
+            problems += differences(self._references[trial.ranks], run, STEPS) + self._left(home)
         if fenced:
             problems.append(fenced)
         starts = sum(event.kind == "attempt_started" for event in run.events())
@@ -203,7 +252,7 @@ class ClusterBench:
     def _submit(self, trial: Trial, home: Path, *more: str) -> None:
         overrides = [
             "name=run", f"schedule.total_steps={STEPS}", f"checkpoint.every_steps={SAVE_EVERY}", *trial.overrides,
-            "cluster.num_ranks=2",
+            f"cluster.num_ranks={trial.ranks}",
         ]  # fmt: skip
         if trial.memory:
             overrides += ["checkpoint.ram_every_steps=1", f"checkpoint.ram_directory={home / 'memory'}"]
@@ -233,6 +282,7 @@ class ClusterBench:
                 ours = str(home / "run") in words or ("--standby" in words and "pretrain" in words)
                 if ours and process.environ().get("PRETRAIN_TRIAL") == self._mark:
                     processes.append(f"process {process.pid} {' '.join(words)[:120]}")
+        processes += [f"process {rank.pid}, a rank" for rank in psutil.Process(self._ranks.pid).children()]
         return processes + leftovers(RunDirectory.locate(str(home / "run")), str(home), home / "memory")
 
     def _end(self, home: Path) -> None:

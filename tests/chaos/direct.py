@@ -14,11 +14,12 @@ import pytest
 from pretrain.checkpoint import list_checkpoints
 from pretrain.errors import PretrainError
 from pretrain.rundir import RunDirectory
-from tests.chaos.plan import SAVE_EVERY, STEPS, Trial
+from tests.chaos.plan import GUILTY_STEP, SAVE_EVERY, STEPS, Trial
 from tests.chaos.verdict import differences, leftovers
 from tests.data_build.servers import s3_server
 from tests.ranks_pool import Group, RankPool
 from tests.tiny import Tiny
+from tests.train.guilty import digests_of_steps
 
 _STARTS = 8
 _PEER_GRACE_S = 3.0
@@ -44,7 +45,7 @@ class DirectBench:
 
     def __init__(self, folder: Path, tiny: Tiny, pool: RankPool) -> None:
         self._folder, self._tiny, self._pool = folder, tiny, pool
-        self._references: dict[int, RunDirectory] = {}
+        self._references: dict[str, RunDirectory] = {}
         self._servers = contextlib.ExitStack()
         self._bucket: str | None = None
 
@@ -53,7 +54,7 @@ class DirectBench:
         self._servers.close()
 
     def run(self, trial: Trial) -> Result:
-        reference = self.reference(trial.ranks)
+        reference = self.reference(trial.ranks, guilty=trial.guilty, overrides=trial.overrides if trial.guilty else ())
         home = self._folder / f"trial-{trial.number:04d}"
         home.mkdir(parents=True)
         plan = home / "faults.json"
@@ -86,16 +87,20 @@ class DirectBench:
             problems.append(f"took {seconds:.0f} s, at most {trial.bound_s:g}")
         return Result(trial, fired, tuple(problems), starts, seconds)
 
-    def reference(self, ranks: int) -> RunDirectory:
-        """A run of as many ranks that nobody hurts."""
-        if ranks not in self._references:
-            home = self._folder / f"untouched-{ranks}"
+    def reference(self, ranks: int, *, guilty: bool = False, overrides: tuple[str, ...] = ()) -> RunDirectory:
+        """A run of as many ranks that nobody hurts; a guilty one meets its rows as well."""
+        name = f"untouched-{ranks}{'-guilty' if guilty else ''}"
+        if name not in self._references:
+            home = self._folder / name
             home.mkdir(parents=True)
-            group = self._start(home, Trial(0, "untouched", ranks, False, ()), home / "no-faults")
+            trial = Trial(0, "untouched", ranks, False, (), overrides=overrides, guilty=guilty)
+            group = self._start(home, trial, home / "no-faults")
             assert group.wait(60.0), group.output()
             assert set(group.codes.values()) == {0}, group.output()
-            self._references[ranks] = RunDirectory.locate(str(home / "run"))
-        return self._references[ranks]
+            self._references[name] = RunDirectory.locate(str(home / "run"))
+            went_back = sum(event.kind == "rolled_back" for event in self._references[name].events())
+            assert went_back == guilty, group.output()
+        return self._references[name]
 
     def _start(self, home: Path, trial: Trial, plan: Path) -> Group:
         memory = home / "memory"
@@ -113,7 +118,12 @@ class DirectBench:
         environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         logs = [home / f"rank-{rank}.log" for rank in range(trial.ranks)]
         arguments = [*self._tiny.decoder(*overrides), "--resume", "auto"]
-        return self._pool.start(arguments, ranks=trial.ranks, environment=environment, logs=logs)
+        prelude = ""
+        if trial.guilty:
+            spoilt = digests_of_steps(self._tiny.decoder("name=any"), range(GUILTY_STEP, GUILTY_STEP + 1))
+            environment["GUILTY"] = json.dumps({spoilt[GUILTY_STEP][1]: "1000"})
+            prelude = "tests.train.guilty:install"
+        return self._pool.start(arguments, ranks=trial.ranks, environment=environment, logs=logs, prelude=prelude)
 
     def _home_url(self, home: Path, trial: Trial) -> str:
         if not trial.on_s3:

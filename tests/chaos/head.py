@@ -20,7 +20,7 @@ from tests.chaos.verdict import differences, leftovers
 from tests.ranks_pool import ROOT
 from tests.tiny import Tiny, steps_of
 
-BOUND_S = 150.0
+BOUND_S = 240.0
 _ENDS_WITHIN_S = 45.0  # after its Ray is gone; then it is killed as well
 _HEAD = ("gcs_server", "raylet")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 STEPS = 10
 SAVE_EVERY = 3  # durable; copies in memory, where they are on, come every step between
+GUILTY_STEP = 7  # whose rows spoil the loss, in trials that go back
 _SAVES = STEPS // SAVE_EVERY + 1
 
 Order = dict[str, Any]
@@ -27,6 +28,7 @@ class Trial:
         name: what happens to it, for the report and for counting points.
         orders: faults inside the product (`pretrain.faults`).
         act: what the harness does to the files after the first death: `flip NAME`, `cut NAME`, `lose NAME`.
+        guilty: the run meets rows that spoil its loss, goes back and jumps over them.
         overrides: more of the config.
         bound_s: the whole trial ends within.
     """
@@ -41,6 +43,14 @@ class Trial:
     bound_s: float = 60.0
     tags: tuple[str, ...] = field(default=())
     on_s3: bool = False  # the run directory is a bucket
+    guilty: bool = False
+
+    @property
+    def counted(self) -> frozenset[str]:
+        """What this trial counts for once its faults have fired: its tags, and the points of its faults."""
+        return frozenset(self.tags) | {
+            str(order["point"]) for order in self.orders if not order["do"].startswith("sleep")
+        }
 
 
 # Point -> (how often a run of ten steps passes it at least, whether only rank 0 does).
@@ -77,7 +87,7 @@ def direct_trials(count: int, seed: int) -> list[Trial]:
         *(_kill_at(point) for point in _PASSAGES),
         *(_kill_in_store(point) for point in _STORE),
         *(_kill_in_load(point) for point in _LOADS),
-        _kill_both, _stop_a_rank, _fail_writes, _slow_disk, _damage, _damage, _s3,
+        _kill_both, _stop_a_rank, _fail_writes, _slow_disk, _damage, _damage, _s3, _kill_while_going_back,
     ]  # fmt: skip
     cycle: Iterator[Callable[[random.Random, int], Trial]] = itertools.cycle(makers)
     return [next(cycle)(draw, number) for number in range(count)]
@@ -95,7 +105,7 @@ def _kill_at(point: str) -> Callable[[random.Random, int], Trial]:
         rank = 0 if only_main else draw.randrange(ranks)
         order: Order = {"point": point, "do": "kill", "nth": draw.randint(1, passages), "rank": rank}
         orders = (order, _SLOWER) if point == "lease.renew" else (order,)
-        return Trial(number, f"kill {point}", ranks, memory, orders, tags=(point,))
+        return Trial(number, f"kill {point}", ranks, memory, orders)
 
     return make
 
@@ -109,7 +119,7 @@ def _kill_in_store(point: str) -> Callable[[random.Random, int], Trial]:
         name, times = draw.choice(files)
         rank = draw.randrange(ranks) if name == "rank-0000" else 0
         order: Order = {"point": point, "do": "kill", "nth": draw.randint(1, times), "rank": rank, "detail": name}
-        return Trial(number, f"kill {point} {name}", ranks, memory, (order,), tags=(point,))
+        return Trial(number, f"kill {point} {name}", ranks, memory, (order,))
 
     return make
 
@@ -124,7 +134,7 @@ def _kill_in_load(point: str) -> Callable[[random.Random, int], Trial]:
         order: Order = {"point": point, "do": "kill", "nth": nth, "rank": draw.randrange(ranks)}
         if point == "load.chosen":
             first = {**first, "point": "step.begins"}
-        return Trial(number, f"kill {point}", ranks, memory, (first, order), tags=(point,))
+        return Trial(number, f"kill {point}", ranks, memory, (first, order))
 
     return make
 
@@ -156,17 +166,29 @@ def _fail_writes(draw: random.Random, number: int) -> Trial:
 
 
 def _s3(draw: random.Random, number: int) -> Trial:
+    """An upload and a download that fail, or a kill in an upload, with a kill between, so that there is a download."""
+    ranks = draw.choice((1, 2, 2))
+    name, rank = draw.choice((("rank-0000", draw.randrange(ranks)), ("MANIFEST", 0)))
+    upload: Order = {"point": "store.upload", "nth": draw.randint(1, 2), "rank": rank, "detail": name}
+    upload |= draw.choice(({"do": "kill"}, {"do": "error:ECONNRESET", "times": draw.randint(1, 2)}))
+    orders: tuple[Order, ...] = (
+        upload,
+        {"point": "step.begins", "do": "kill", "nth": draw.randint(2 * SAVE_EVERY + 1, STEPS), "rank": 0},
+        {"point": "store.download", "do": draw.choice(("error:ECONNRESET", "kill")), "detail": "rank-0000",
+         "rank": draw.randrange(ranks)},
+    )  # fmt: skip
+    name = f"S3 {upload['do']} in upload of {name}, {orders[2]['do']} in download"
+    return Trial(number, name, ranks, False, (*orders, _SLOWER), tags=("S3",), on_s3=True)
+
+
+def _kill_while_going_back(draw: random.Random, number: int) -> Trial:
     ranks, memory = _place(draw)
-    if draw.random() < 0.5:
-        name, rank = draw.choice((("rank-0000", draw.randrange(ranks)), ("MANIFEST", 0)))
-        orders: tuple[Order, ...] = ({"point": "store.upload", "do": "error:ECONNRESET", "nth": draw.randint(1, 2),
-                                      "rank": rank, "detail": name, "times": draw.randint(1, 2)},)  # fmt: skip
-        return Trial(number, f"S3 error {name}", ranks, memory, orders, tags=("S3",), on_s3=True)
-    point = draw.choice(("store.upload", "save.before_manifest", "save.after_manifest"))
-    orders = ({"point": point, "do": "kill", "nth": draw.randint(1, 3), "rank": 0},)
-    if point == "store.upload":
-        orders = (orders[0] | {"detail": "checkpoints/"},)
-    return Trial(number, f"S3 kill {point}", ranks, memory, orders, tags=("S3",), on_s3=True)
+    orders = tuple(
+        {"point": point, "do": "kill", "rank": draw.randrange(ranks), "nth": draw.randint(1, most)}
+        for point, most in (("health.before_rollback", 2), ("health.after_rollback", 1))
+    )
+    overrides = ("health.spike_z_score=12", "health.spike_window_steps=6")
+    return Trial(number, "kill while it goes back", ranks, memory, orders, overrides=overrides, guilty=True)
 
 
 def _slow_disk(draw: random.Random, number: int) -> Trial:

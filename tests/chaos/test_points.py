@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain import faults
+from tests.chaos.cluster import cluster_trials
 from tests.chaos.plan import direct_trials
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,11 +43,11 @@ def test_every_point_of_the_list_is_in_the_source_and_none_besides() -> None:
     assert set(_points_in_source()) == faults.POINTS
 
 
-def test_160_direct_trials_reach_every_point_that_a_rank_passes_five_times() -> None:
-    elsewhere = {point for point in faults.POINTS if point.startswith(("agent.", "controller.", "keeper.", "health."))}
-    elsewhere |= {"standby.taken", "store.upload", "store.download"}
-    tags = [tag for trial in direct_trials(160, seed=0) for tag in trial.tags]
-    assert {point for point in faults.POINTS - elsewhere if tags.count(point) < 5} == set()
+def test_the_whole_campaign_reaches_every_point_five_times_and_40_of_its_trials_go_through_ray() -> None:
+    direct, through_ray = direct_trials(160, seed=0), cluster_trials(40, seed=0)
+    points = [point for trial in (*direct, *through_ray) for point in trial.counted]
+    assert {point: points.count(point) for point in faults.POINTS if points.count(point) < 5} == {}
+    assert len({trial.number for trial in (*direct, *through_ray)}) == 200
 
 
 def test_without_orders_a_point_does_nothing(orders: Path) -> None:
