@@ -83,6 +83,7 @@ def restore(
 
     Raises:
         CheckpointError: `name` is absent or bad; all published ones are damaged; the model does not fit.
+        StoreError: there is no other, and one could not be read now.
     """
     durable, skipped = shared_choice(store, world, name)
     candidates = [_Candidate(durable_name) for durable_name in durable]
@@ -91,6 +92,7 @@ def restore(
     if newest_step is not None:
         candidates = [candidate for candidate in candidates if candidate.order[0][0] <= newest_step]
     passing("load.chosen")
+    unreadable = False
     for candidate in sorted(candidates, key=lambda one: one.order, reverse=True):
         if candidate.copy is not None and memory is not None:
             manifest, filled = _try_memory(memory, engine, world, candidate.copy, check_first=not durable)
@@ -101,13 +103,15 @@ def restore(
             passing("load.done", candidate.name)
             return Restored(candidate.name, manifest.step, state, skipped, in_memory, filled.notes)
         skipped.append((candidate.label, filled.problem or "unreadable"))
+        unreadable = unreadable or filled.unreadable
         if candidate.copy is not None and memory is not None:
             memory.passed_over.append((candidate.label, filled.problem or "unreadable"))
     lost = [why for label, why in skipped if why != CheckpointInfo.UNFINISHED and not label.endswith(" in memory")]
     if name is None and not lost:
         return None
     listed = "\n".join(f"  - {skipped_name}: {why}" for skipped_name, why in skipped)
-    raise CheckpointError(
+    kind = StoreError if unreadable else CheckpointError  # a store that fails now may answer the next start
+    raise kind(
         f"no good checkpoint in {store.url}:\n{listed}\nA run goes on from a verified checkpoint or not at all. "
         "Bring a copy back, or start again under another --name."
     )
@@ -191,10 +195,11 @@ def shared_manifest(store: Store, world: World, name: str) -> tuple[Manifest | N
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What all ranks found: a problem, whether bytes are not as they were written, what else to tell."""
+    """What all ranks found: a problem, whether bytes are not as they were written or could not be read, other notes."""
 
     problem: str | None = None
     damaged: bool = False
+    unreadable: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -238,12 +243,13 @@ def fill_engine(
 
 def _together(action: Callable[[], None], files: CheckpointFiles) -> Filled:
     """What came of something that every rank did. A collective."""
-    problem, damaged = "", False
+    problem, damaged, unreadable = "", False, False
     try:
         action()
     except PretrainError as error:
-        problem, damaged = str(error), isinstance(error, DamagedError)
-    told = [json.loads(text) for text in gather_texts(json.dumps([problem, damaged, files.notes()]))]
-    problems = list(dict.fromkeys(text for text, _, _ in told if text))
-    notes = sorted({note for _, _, found in told for note in found})
-    return Filled("; ".join(problems) or None, any(flag for _, flag, _ in told), notes)
+        problem, damaged, unreadable = str(error), isinstance(error, DamagedError), isinstance(error, StoreError)
+    told = [json.loads(text) for text in gather_texts(json.dumps([problem, damaged, unreadable, files.notes()]))]
+    problems = list(dict.fromkeys(text for text, _, _, _ in told if text))
+    notes = sorted({note for _, _, _, found in told for note in found})
+    flags = [any(entry[place] for entry in told) for place in (1, 2)]
+    return Filled("; ".join(problems) or None, *flags, notes)
