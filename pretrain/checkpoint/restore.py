@@ -251,5 +251,5 @@ def _together(action: Callable[[], None], files: CheckpointFiles) -> Filled:
     told = [json.loads(text) for text in gather_texts(json.dumps([problem, damaged, unreadable, files.notes()]))]
     problems = list(dict.fromkeys(text for text, _, _, _ in told if text))
     notes = sorted({note for _, _, _, found in told for note in found})
-    flags = [any(entry[place] for entry in told) for place in (1, 2)]
-    return Filled("; ".join(problems) or None, *flags, notes)
+    any_damaged, any_unreadable = (any(entry[place] for entry in told) for place in (1, 2))
+    return Filled("; ".join(problems) or None, any_damaged, any_unreadable, notes)
