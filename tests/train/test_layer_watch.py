@@ -80,6 +80,7 @@ def test_norms_and_attention_equal_one_process_in_float64_at_every_stage() -> No
             assert tables["layers"][layer] == pytest.approx(row, rel=2e-5), (case, layer)
         assert results[1].value[case]["layers"] == tables["layers"]
         assert "attention" not in results[1].value[case]  # one rank looks
+        assert tables["attention"].keys() == {"decoder.0", "decoder.1"}  # once each, also if it is computed again
         for place in range(2):
             mine = [fact for fact in facts if fact.layer == f"decoder.{place}"]
             row = tables["attention"][f"decoder.{place}"]
