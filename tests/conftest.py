@@ -41,6 +41,7 @@ if not os.environ.get("PRETRAIN_NO_TYPE_HOOK"):
 _ONE_BY_ONE = {"chaos", "launch", "prove", "train"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Says which tests share a worker: `--dist loadgroup` keeps a group together and in order."""
     for item in items:
