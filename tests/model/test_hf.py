@@ -93,7 +93,7 @@ def test_an_import_names_what_is_wrong(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=pattern):
             import_model(tmp_path / "hf")
 
-    refuses({"model_type": "mixtral"}, "model_type=mixtral")
+    refuses({"model_type": "mamba"}, "model_type=mamba")
     refuses({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_parameters=")
     refuses({"attention_bias": True}, "attention_bias=True")
     refuses({"hidden_size": 64, "head_dim": 8}, "of shape")
