@@ -39,7 +39,7 @@ quickstart-translation: $(STAMP)  ## messages of programs, English to German: pa
 test: check  ## format, lint, types, contracts, then every test
 	@tests/system_packages
 	@echo "== tests"
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	@$(BIN)/python -m pytest -n $(WORKERS)
 
 test-cluster: $(STAMP)  ## the slow tests only: campaigns over nodes and faults
 	@echo "== slow tests"

@@ -41,14 +41,17 @@ if not os.environ.get("PRETRAIN_NO_TYPE_HOOK"):
 _ONE_BY_ONE = {"chaos", "launch", "prove", "train"}
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says which tests share a worker: `--dist loadgroup` keeps a group together and in order."""
-    for item in items:
-        folder = item.path.parent.name
-        item.add_marker(
-            pytest.mark.xdist_group("one-by-one" if folder in _ONE_BY_ONE else f"{folder}/{item.path.stem}")
-        )
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Deals whole files to the workers, and the folders above as if they were one file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "one by one" if path.split("/")[-2] in _ONE_BY_ONE else path
+
+    return ByFolder(config, log)
 
 
 _GRACE_S = 3.0

@@ -169,10 +169,8 @@ class RawLoader:
                 f"Set seed={state.seed}, or start a new run."
             )
         theirs = state.segment
-        for field, name in (
-            *(("lanes", "data.lanes"), ("sequence_length", "batch.sequence_length")),
-            *(("global_batch_size", "batch.global_batch_size"), ("micro_batch_size", "batch.micro_batch_size")),
-        ):
+        for name in ("data.lanes", "batch.sequence_length", "batch.global_batch_size", "batch.micro_batch_size"):
+            field = name.partition(".")[2]
             old, new = getattr(theirs, field), getattr(self._segment, field)
             if old != new:
                 raise DataError(
