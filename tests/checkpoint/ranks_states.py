@@ -163,6 +163,7 @@ def starts(world: World, folder: str) -> dict[str, Any]:
     barrier()
     result["errors"]["damaged"] = refused(Selection(leave_out=("layers.2.*",)), engine=larger)
     larger.close()
+    barrier()  # each rank has let go of its own
     result["readers"] = store.names(f"{name}/readers")
     return result
 
