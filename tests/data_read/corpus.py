@@ -23,8 +23,8 @@ EOS, PAD, START = 0, 1, 2
 BYTE_LENGTHS = np.array([0, 0, 0] + [1 + i % 4 for i in range(VOCABULARY - 3)], dtype=np.int32)
 
 
-def write_tokenizer_stub(directory: Path) -> Path:
-    """The loader only needs the hash of the file."""
+def write_tokenizer_file(directory: Path) -> Path:
+    """A file with a hash: of a tokenizer the loader reads no more, ids are made by the tests."""
     path = directory / "tokenizer.json"
     path.write_bytes(b"{}")
     return path

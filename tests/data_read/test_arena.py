@@ -17,7 +17,7 @@ from pretrain.data.loader import Loader, open_loader
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.data_read.corpus import BYTE_LENGTHS, EOS, MemoryStore, random_documents, run_config, write_tokens
-from tests.data_read.corpus import write_tokenizer_stub as write_stub
+from tests.data_read.corpus import write_tokenizer_file as write_stub
 from tests.data_read.test_loader import damaged_store
 
 

@@ -26,7 +26,7 @@ from tests.data_read.corpus import (
     random_documents,
     random_pairs,
     write_pairs,
-    write_tokenizer_stub,
+    write_tokenizer_file,
     write_tokens,
 )
 
@@ -39,7 +39,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module", params=["tokens", "pairs"])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MemoryStore:
     directory = tmp_path_factory.mktemp(request.param)
-    tokenizer = write_tokenizer_stub(directory)
+    tokenizer = write_tokenizer_file(directory)
     if request.param == "tokens":
         write_tokens(directory / "out", random_documents(60, 12), tokenizer)
     else:
@@ -50,7 +50,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> MemoryStore:
     directory = tmp_path_factory.mktemp("text")
-    write_tokens(directory / "out", random_documents(60, 12), write_tokenizer_stub(directory))
+    write_tokens(directory / "out", random_documents(60, 12), write_tokenizer_file(directory))
     return MemoryStore.of(directory / "out")
 
 
@@ -111,7 +111,7 @@ def test_every_flipped_bit_is_found_or_lies_where_nobody_reads(source: MemorySto
 
 def test_what_is_delivered_is_what_was_written(tmp_path: Path) -> None:
     documents = random_documents(50, 20, seed=2)
-    manifest = write_tokens(tmp_path / "out", documents, write_tokenizer_stub(tmp_path))
+    manifest = write_tokens(tmp_path / "out", documents, write_tokenizer_file(tmp_path))
     reader = BlockReader(MemoryStore.of(tmp_path / "out"), manifest)
     stream, ends = [], []
     for number in range(manifest.blocks):
@@ -127,7 +127,7 @@ def test_what_is_delivered_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_pair_rows_are_the_rows_that_were_packed(tmp_path: Path) -> None:
-    packed = write_pairs(tmp_path / "out", random_pairs(70, 8), write_tokenizer_stub(tmp_path))
+    packed = write_pairs(tmp_path / "out", random_pairs(70, 8), write_tokenizer_file(tmp_path))
     store = MemoryStore.of(tmp_path / "out")
     reader = BlockReader(store, read_manifest(store))
     assert isinstance(reader.read(0), PairBlock)
@@ -270,7 +270,7 @@ def test_a_cache_that_cannot_write_says_so_once_and_reading_goes_on(
 
 def test_of_many_shards_all_sizes_are_checked_at_open_and_an_index_when_it_is_used(tmp_path: Path) -> None:
     documents = [[3 + number % 90] * 63 + [EOS] for number in range(70)]
-    write_tokens(tmp_path, documents, write_tokenizer_stub(tmp_path), shard_blocks=1)
+    write_tokens(tmp_path, documents, write_tokenizer_file(tmp_path), shard_blocks=1)
     store = open_store(tmp_path)
     manifest = read_manifest(store)
     assert len(manifest.shards) == 70

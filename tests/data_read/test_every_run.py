@@ -25,7 +25,7 @@ from tests.data_read.corpus import (
     random_pairs,
     run_config,
     write_pairs,
-    write_tokenizer_stub,
+    write_tokenizer_file,
     write_tokens,
 )
 
@@ -35,7 +35,7 @@ STEPS = 5
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    tokenizer = write_tokenizer_stub(root)
+    tokenizer = write_tokenizer_file(root)
     for name, count, seed in (("a", 90, 1), ("b", 14, 2), ("c", 200, 3)):
         write_tokens(root / name, random_documents(count, 14, seed), tokenizer)
     write_pairs(root / "pairs", random_pairs(120, 8, 3), tokenizer)

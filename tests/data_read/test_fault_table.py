@@ -9,7 +9,7 @@ import pytest
 import pretrain.data.fetch as fetch_module
 from pretrain.errors import DataError, StoreError
 from pretrain.store import NotFoundError
-from tests.data_read.corpus import MemoryStore, random_documents, write_tokenizer_stub, write_tokens
+from tests.data_read.corpus import MemoryStore, random_documents, write_tokenizer_file, write_tokens
 from tests.data_read.test_blocks import read_all, read_bytes_of
 
 KINDS = ("flip", "truncate", "missing", "grow", "swap", "short read", "error once", "error")
@@ -35,7 +35,7 @@ class FaultyStore(MemoryStore):
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> MemoryStore:
     root = tmp_path_factory.mktemp("table")
-    write_tokens(root / "text", random_documents(60, 12, 4), write_tokenizer_stub(root))
+    write_tokens(root / "text", random_documents(60, 12, 4), write_tokenizer_file(root))
     return MemoryStore.of(root / "text")
 
 

@@ -12,7 +12,7 @@ import yaml
 from launch import cli
 from pretrain.data.loader import open_loader
 from pretrain.topology import World
-from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_stub, write_tokens
+from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_file, write_tokens
 
 STEPS = 12
 
@@ -21,7 +21,7 @@ STEPS = 12
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 12 steps: a and b as 3 to 1, from step 6 on as 1 to 3."""
     root = tmp_path_factory.mktemp("forecasts")
-    tokenizer = write_tokenizer_stub(root)
+    tokenizer = write_tokenizer_file(root)
     write_tokens(root / "a", random_documents(120, 14, 1), tokenizer)
     write_tokens(root / "b", random_documents(80, 14, 2), tokenizer)
     config = run_config(

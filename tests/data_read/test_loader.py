@@ -32,7 +32,7 @@ from tests.data_read.corpus import (
     random_pairs,
     run_config,
     write_pairs,
-    write_tokenizer_stub,
+    write_tokenizer_file,
     write_tokens,
 )
 
@@ -41,7 +41,7 @@ from tests.data_read.corpus import (
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two text sources, one of pairs, one of numbered rows."""
     root = tmp_path_factory.mktemp("sources")
-    tokenizer = write_tokenizer_stub(root)
+    tokenizer = write_tokenizer_file(root)
     write_tokens(root / "a", random_documents(120, 14, 1), tokenizer)
     write_tokens(root / "b", random_documents(40, 14, 2), tokenizer)
     write_pairs(root / "pairs", random_pairs(120, 8, 3), tokenizer)

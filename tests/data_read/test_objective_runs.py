@@ -21,7 +21,7 @@ from tests.data_read.corpus import (
     VOCABULARY,
     random_documents,
     run_config,
-    write_tokenizer_stub,
+    write_tokenizer_file,
     write_tokens,
 )
 
@@ -58,7 +58,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("objectives")
-    write_tokens(root / "text", DOCUMENTS, write_tokenizer_stub(root))
+    write_tokens(root / "text", DOCUMENTS, write_tokenizer_file(root))
     return root
 
 

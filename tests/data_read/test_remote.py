@@ -19,7 +19,7 @@ from pretrain.errors import DataError, StoreError
 from pretrain.store import ListsSizes, open_store
 from pretrain.topology import World
 from tests.data_build.servers import HttpServer, files_over_http, s3_server
-from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_stub, write_tokens
+from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_file, write_tokens
 
 STEPS = 14
 
@@ -27,7 +27,7 @@ STEPS = 14
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("remote")
-    write_tokens(directory / "text", random_documents(150, 12), write_tokenizer_stub(directory))
+    write_tokens(directory / "text", random_documents(150, 12), write_tokenizer_file(directory))
     return directory
 
 

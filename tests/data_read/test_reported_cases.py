@@ -25,7 +25,7 @@ from pretrain.data.state import DataState
 from pretrain.data.tokenizer import train_bpe
 from pretrain.errors import ConfigError, DataError
 from pretrain.topology import World
-from tests.data_read.corpus import BYTE_LENGTHS, EOS, header, run_config, write_tokenizer_stub, write_tokens
+from tests.data_read.corpus import BYTE_LENGTHS, EOS, header, run_config, write_tokenizer_file, write_tokens
 
 
 def read(config: Any, count: int, world: World | None = None, lengths: Any = BYTE_LENGTHS) -> list[Any]:
@@ -46,7 +46,7 @@ def heads(steps: list[Any]) -> list[int]:
 def test_weights_are_relative_shares_of_rows_whatever_the_sources_hold_and_wherever_a_run_stops(
     tmp_path: Path, weights: tuple[float, float]
 ) -> None:
-    tokenizer = write_tokenizer_stub(tmp_path)
+    tokenizer = write_tokenizer_file(tmp_path)
     for name, first, count in (("a", 100, 10), ("b", 150, 20)):
         write_tokens(tmp_path / name, [[first + k, *[50] * 14, EOS] for k in range(count)], tokenizer)
     sources = {name: (tmp_path / name, weight) for name, weight in zip("ab", weights, strict=True)}
@@ -67,7 +67,7 @@ def test_weights_are_relative_shares_of_rows_whatever_the_sources_hold_and_where
 
 @pytest.mark.parametrize("weight", [0, -1, "much"])
 def test_a_weight_that_is_no_share_is_refused(tmp_path: Path, weight: Any) -> None:
-    tokenizer = write_tokenizer_stub(tmp_path)
+    tokenizer = write_tokenizer_file(tmp_path)
     body = run_config(tokenizer, {"a": tmp_path}).model_dump(mode="json")
     body["data"]["sources"]["a"]["weight"] = weight
     with pytest.raises(ConfigError, match=r"data\.sources\.a\.weight"):
@@ -92,7 +92,7 @@ def test_documents_without_text_or_with_an_end_alone_stop_nothing_and_train_noth
     steps = read(config, 6, lengths=tokenizer.byte_lengths())
     assert all(data.target_tokens > 0 for data in steps)
     # Documents that are nothing but their end: no target, and no rank is left without a batch.
-    write_tokenizer_stub(tmp_path)
+    write_tokenizer_file(tmp_path)
     write_tokens(tmp_path / "ends", [[EOS]] * 128, tmp_path / "tokenizer.json")
     config = run_config(tmp_path / "tokenizer.json", {"e": tmp_path / "ends"})
     for ranks in (1, 3):
@@ -103,7 +103,7 @@ def test_documents_without_text_or_with_an_end_alone_stop_nothing_and_train_noth
 
 
 def test_ids_outside_the_vocabulary_are_refused_where_they_are_written_and_where_they_are_read(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer_stub(tmp_path)
+    tokenizer = write_tokenizer_file(tmp_path)
     layout = header("s", tokenizer, kind="tokens", block_tokens=16)
     note = encode_provenance([Provenance("d", "made", 1)])
     for bad in (300, -1):
@@ -121,7 +121,7 @@ def test_ids_outside_the_vocabulary_are_refused_where_they_are_written_and_where
 
 
 def test_memory_and_threads_stay_as_they_are_over_twenty_epochs(tmp_path: Path) -> None:
-    tokenizer = write_tokenizer_stub(tmp_path)
+    tokenizer = write_tokenizer_file(tmp_path)
     write_tokens(tmp_path / "s", [[100 + k, *[50] * 14, EOS] for k in range(32)], tokenizer, shard_blocks=2)
     config = run_config(tokenizer, {"s": tmp_path / "s"})
     others = set(threading.enumerate())  # of tests before this one: some are still ending

@@ -31,7 +31,7 @@ from tests.data_read.corpus import (
     random_pairs,
     run_config,
     write_pairs,
-    write_tokenizer_stub,
+    write_tokenizer_file,
     write_tokens,
 )
 
@@ -160,7 +160,7 @@ SHAPES = [(8, 8, 2)] * 2 + [(12, 16, 2)] * 2 + [(6, 32, 1)] * 3 + [(16, 8, 1)] *
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("schedules")
-    tokenizer = write_tokenizer_stub(root)
+    tokenizer = write_tokenizer_file(root)
     for name, seed in (("a", 1), ("b", 2)):
         write_tokens(root / name, random_documents(150, 14, seed), tokenizer)
     return root
@@ -301,7 +301,7 @@ def test_a_schedule_that_does_not_fit_is_refused(root: Path, stages: list[Any], 
 
 
 def test_pairs_and_sources_that_hold_too_little_refuse_a_schedule_by_name(root: Path, tmp_path: Path) -> None:
-    tokenizer = write_tokenizer_stub(tmp_path)
+    tokenizer = write_tokenizer_file(tmp_path)
     write_pairs(tmp_path / "pairs", random_pairs(60, 8, 3), tokenizer)
     body = run_config(tokenizer, {"p": tmp_path / "pairs"}, **PAIR_CHANGES).model_dump(mode="json")
     body["data"]["stages"] = [{"from_step": 1, "sequence_length": 8}]

@@ -18,7 +18,7 @@ from pretrain.errors import StoreError
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.data_build.servers import files_over_http, s3_process, slow_nginx
-from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_stub, write_tokens
+from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_file, write_tokens
 
 STEPS = 30
 
@@ -26,7 +26,7 @@ STEPS = 30
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("slow")
-    write_tokens(directory / "text", random_documents(500, 12), write_tokenizer_stub(directory), shard_blocks=40)
+    write_tokens(directory / "text", random_documents(500, 12), write_tokenizer_file(directory), shard_blocks=40)
     return directory
 
 

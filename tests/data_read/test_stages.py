@@ -21,7 +21,7 @@ from pretrain.data.stages import Plan, Stage, plan_of, plan_run, step_at, tokens
 from pretrain.data.state import DataState, Segment, SegmentSource, Skip
 from pretrain.errors import ConfigError, DataError
 from pretrain.topology import World
-from tests.data_read.corpus import BYTE_LENGTHS, EOS, run_config, write_tokenizer_stub, write_tokens
+from tests.data_read.corpus import BYTE_LENGTHS, EOS, run_config, write_tokenizer_file, write_tokens
 
 
 def base(blocks: dict[str, int], *, size: int = 8, lanes: int = 4, rows: int = 4) -> Segment:
@@ -183,7 +183,7 @@ def test_marks_out_of_order_and_skips_inside_a_step_are_refused() -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("stages")
-    tokenizer = write_tokenizer_stub(root)
+    tokenizer = write_tokenizer_file(root)
     for name, first in (("a", 100), ("b", 150), ("new", 200)):
         write_tokens(root / name, [[first + k, *[50] * 14, EOS] for k in range(32)], tokenizer)
     return root

@@ -22,7 +22,7 @@ from tests.data_read.corpus import (
     random_pairs,
     run_config,
     write_pairs,
-    write_tokenizer_stub,
+    write_tokenizer_file,
     write_tokens,
 )
 
@@ -32,7 +32,7 @@ DOCUMENTS = random_documents(25, 14, 4)
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("validation")
-    tokenizer = write_tokenizer_stub(root)
+    tokenizer = write_tokenizer_file(root)
     write_tokens(root / "held", DOCUMENTS, tokenizer)
     write_pairs(root / "pairs", random_pairs(25, 8, 5), tokenizer)
     return root

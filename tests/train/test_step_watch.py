@@ -17,7 +17,7 @@ from pretrain.loss.rows import losses_told, tell_losses
 from pretrain.sequence import IGNORED_LABEL
 from pretrain.topology import World
 from pretrain.train.step_watch import StepWatch
-from tests.data_read.corpus import BYTE_LENGTHS, EOS, run_config, write_tokenizer_stub, write_tokens
+from tests.data_read.corpus import BYTE_LENGTHS, EOS, run_config, write_tokenizer_file, write_tokens
 from tests.data_read.test_objective_runs import _SPECIALS, OBJECTIVES
 
 
@@ -29,7 +29,7 @@ def _documents(low: int, count: int) -> list[list[int]]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sources whose ids differ: those of `a` are 30 to 38, those of `b` 50 to 58."""
     root = tmp_path_factory.mktemp("sources")
-    tokenizer = write_tokenizer_stub(root)
+    tokenizer = write_tokenizer_file(root)
     write_tokens(root / "a", _documents(30, 40), tokenizer)
     write_tokens(root / "b", _documents(50, 90), tokenizer)
     for name, low in (("a full", 30), ("b full", 50)):  # every row is one document
