@@ -25,6 +25,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.missing import did_not_run
+
 KEY, SECRET = "testing-key", "testing-secret"
 
 
@@ -155,7 +157,8 @@ class S3Server:
 @contextmanager
 def s3_process(kind: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """An S3 server (rclone or moto) with a bucket of that name; the environment leads clients to it."""
-    _skip_or_fail(f"no S3 server of kind {kind}", _missing(kind))
+    if missing := _missing(kind):
+        did_not_run(f"{missing} is not installed, for an S3 server of kind {kind}")
     (root / "bucket").mkdir(parents=True)
     port = free_port()
     command = {
@@ -197,7 +200,8 @@ def slow_nginx(root: Path, folder: Path, *, bytes_per_s: int, requests_per_s: in
     """nginx serves the files below `root` with both limits per client, answers 503 beyond the second; its URL and
     access log (a status per line)."""
     program = shutil.which("nginx", path=f"{_path()}:/usr/sbin")
-    _skip_or_fail("no nginx", "" if program else "nginx")
+    if program is None:
+        did_not_run("nginx is not installed. Run tests/system_packages")
     port, folder = free_port(), folder / "nginx"
     folder.mkdir()
     temporary = "".join(
@@ -234,14 +238,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _skip_or_fail(what: str, missing: str) -> None:
-    if missing:
-        message = f"{what} was tested: {missing} is not installed"
-        if os.environ.get("CI") == "true":
-            pytest.fail(message)
-        pytest.skip(message)
 
 
 def _listens(port: int) -> bool:

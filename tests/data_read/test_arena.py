@@ -16,15 +16,22 @@ from pretrain.data.format import read_manifest
 from pretrain.data.loader import Loader, open_loader
 from pretrain.store import open_store
 from pretrain.topology import World
-from tests.data_read.corpus import BYTE_LENGTHS, EOS, MemoryStore, random_documents, run_config, write_tokens
-from tests.data_read.corpus import write_tokenizer_file as write_stub
+from tests.data_read.corpus import (
+    BYTE_LENGTHS,
+    EOS,
+    MemoryStore,
+    random_documents,
+    run_config,
+    write_tokenizer_file,
+    write_tokens,
+)
 from tests.data_read.test_loader import damaged_store
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("arena")
-    tokenizer = write_stub(root)
+    tokenizer = write_tokenizer_file(root)
     write_tokens(root / "a", random_documents(120, 14, 1), tokenizer)
     write_tokens(root / "b", random_documents(41, 14, 2), tokenizer)
     write_tokens(root / "long", random_documents(30, 200, 3), tokenizer)

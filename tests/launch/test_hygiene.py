@@ -24,6 +24,7 @@ from pretrain.rundir import RunDirectory
 from tests.launch.planted import PLANTED, command_lines_with, files_with
 from tests.launch.runs import ROOT, environment, write_config
 from tests.launch.test_train import START_S, committed, ended, wait_for
+from tests.missing import did_not_run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -121,9 +122,10 @@ def test_a_killed_run_leaves_no_process_port_shared_memory_or_file(room: Room, t
             taken.bind(("127.0.0.1", port))
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="did not run: only root can start processes of other users")
 def test_two_users_train_side_by_side_and_neither_touches_what_is_the_others() -> None:
     """Runs of one name, at one time, in one temporary folder: the second user is `nobody`, with a home of its own."""
+    if os.getuid() != 0:
+        did_not_run("only root can start processes of other users")
     nobody = pwd.getpwnam("nobody")
     top = Path(tempfile.mkdtemp(prefix="h", dir="/tmp"))
     top.chmod(0o755)

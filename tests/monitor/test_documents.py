@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,10 +71,6 @@ def test_rows_are_limited_and_steps_that_do_not_exist_are_refused(server: Dashbo
     assert get(server, "/api/documents?name=read&step=1&rows=1000").status == 400
 
 
-@pytest.mark.skipif(
-    os.environ.get("CI") != "true" and not (shutil.which("chromium") or shutil.which("google-chrome")),
-    reason="no chromium on PATH: the dashboard was not tested in a browser. Run tests/system_packages",
-)
 def test_a_click_on_a_curve_shows_the_documents_of_that_step(
     page: Page,  # noqa: F811
     server: DashboardServer,
