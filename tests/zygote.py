@@ -20,7 +20,8 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 
 def main() -> None:
@@ -93,10 +94,21 @@ def _become_rank(order: dict[str, Any], rank: int, listener: socket.socket | Non
             os.environ["PRETRAIN_MASTER_FD"] = str(listener.fileno())
         else:
             listener.close()
-    try:
+
+    def run() -> int:
         if order["prelude"]:
             _function(order["prelude"])()
-        code = int(_function(order["main"])(order["arguments"]) or 0)
+        return int(_function(order["main"])(order["arguments"]) or 0)
+
+    end_as(run)
+
+
+def end_as(run: Callable[[], int]) -> NoReturn:
+    """Ends this process as a Python program would whose code is `run`, without the clean-up of what was forked."""
+    try:
+        code = run()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
         traceback.print_exc()
         code = 1

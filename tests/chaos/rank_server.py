@@ -16,11 +16,11 @@ import selectors
 import signal
 import socket
 import sys
-import traceback
 from dataclasses import dataclass
 from typing import Any
 
 from tests.chaos.rank_client import FILES
+from tests.zygote import end_as
 
 MESSAGE_BYTES = 1 << 18
 
@@ -89,17 +89,7 @@ def _become(order: dict[str, Any], files: list[int], rank_main: Any) -> None:
     os.environ.update(order["environment"])
     os.environ.update({name: str(number) for name, number in zip(order["files"], files[2:], strict=True)})
     sys.argv[1:] = order["arguments"]
-    try:
-        code = int(rank_main(order["arguments"]))
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(code)
+    end_as(lambda: int(rank_main(order["arguments"])))
 
 
 def _hear(selector: selectors.BaseSelector, rank: _Rank) -> None:

@@ -1,14 +1,17 @@
 """The weights of decoders with grouped heads and gated feed-forward, as Llama names them: Llama, Qwen3, Gemma,
 and with experts in their place Mixtral and Qwen3-MoE.
 
-Takes a config and the names of a layer's norms -> every weight with both names and shapes.
+Takes a config and the names of a layer's norms -> every weight with both names and shapes, and shared fields of their
+config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from pretrain.config.schema import DecoderConfig, GemmaConfig, MoEConfig
+from pretrain.model.hf.family import ExportOptions
 from pretrain.model.hf.weights import Weight
 
 HEAD = "lm_head.weight"
@@ -16,6 +19,24 @@ HEAD = "lm_head.weight"
 
 def head_width_of(config: DecoderConfig | GemmaConfig | MoEConfig) -> int:
     return config.head_width or config.width // config.num_heads
+
+
+def shared_fields(config: DecoderConfig | GemmaConfig | MoEConfig, options: ExportOptions) -> dict[str, Any]:
+    """What `config.json` says of all of them alike."""
+    return options.common() | {
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.feed_forward_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads or config.num_heads,
+        "head_dim": head_width_of(config),
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": options.max_length,
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_dropout": config.attention_dropout,
+        "initializer_range": config.init_std,
+    }
 
 
 def decoder_weights(

@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config.schema import GemmaConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
-from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of, shared_fields
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
@@ -26,28 +26,16 @@ def _layer_types(config: GemmaConfig) -> list[str]:
 
 def _to_config(config: GemmaConfig, options: ExportOptions) -> dict[str, Any]:
     _refuse_what_neither_has(config)
-    body = options.common() | {
+    body = shared_fields(config, options) | {
         "architectures": ["Gemma3ForCausalLM" if config.qk_norm else "Gemma2ForCausalLM"],
         "model_type": "gemma3_text" if config.qk_norm else "gemma2",
-        "vocab_size": config.vocabulary_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.feed_forward_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": head_width_of(config),
         "query_pre_attn_scalar": int(config.query_scale or head_width_of(config)),
         "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": config.norm_eps,
         "sliding_window": config.window,
         "layer_types": _layer_types(config),
-        "max_position_embeddings": options.max_length,
         "final_logit_softcapping": config.logit_softcap,
         "attn_logit_softcapping": config.attention_softcap,
-        "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.init_std,
     }
     rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
     if not config.qk_norm:

@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config.schema import DecoderConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, refuse_scaled, require, without
-from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of, shared_fields
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
@@ -26,25 +26,13 @@ def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
     refuse_scaled(config)
     family = "qwen3" if config.qk_norm else "llama"
     rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
-    return options.common() | {
+    return shared_fields(config, options) | {
         "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]],
         "model_type": family,
-        "vocab_size": config.vocabulary_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.feed_forward_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": head_width_of(config),
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
         "rope_theta": rope["rope_theta"],  # where transformers 4 reads it
         "rope_parameters": rope,
-        "max_position_embeddings": options.max_length,
-        "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": False,
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.init_std,
     }
 
 

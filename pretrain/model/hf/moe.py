@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config.schema import MoEConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
-from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of, shared_fields
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
@@ -62,29 +62,14 @@ def _to_config(config: MoEConfig, options: ExportOptions) -> dict[str, Any]:
             "num_local_experts": config.num_experts,
             "sliding_window": None,
         }
-    return (
-        options.common()
-        | own
-        | {
-            "vocab_size": config.vocabulary_size,
-            "hidden_size": config.width,
-            "intermediate_size": config.feed_forward_width,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
-            "num_key_value_heads": config.num_kv_heads or config.num_heads,
-            "head_dim": head_width_of(config),
-            "num_experts_per_tok": config.experts_per_token,
-            "router_aux_loss_coef": config.balance_loss,
-            "hidden_act": "silu",
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": rope["rope_theta"],
-            "rope_parameters": rope,
-            "max_position_embeddings": options.max_length,
-            "tie_word_embeddings": config.tied_embeddings,
-            "attention_dropout": config.attention_dropout,
-            "initializer_range": config.init_std,
-        }
-    )
+    both = {
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.balance_loss,
+        "hidden_act": "silu",
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+    }
+    return shared_fields(config, options) | own | both
 
 
 def _from_config(body: Mapping[str, Any]) -> MoEConfig:
