@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pretrain.data.build_options import BuildOptions
-from pretrain.data.format import FORMAT_VERSION, Manifest, dtype_for
+from pretrain.data.format import FORMAT_VERSION, Manifest
 from pretrain.data.inputs import InputFile
 from pretrain.data.stage_pack import row_limits
 from pretrain.data.tokenizer import Tokenizer
@@ -118,15 +118,9 @@ def header_of(options: BuildOptions, tokenizer: Tokenizer, split: str) -> Manife
     source = options.source
     pairs = source.pairs
     name = options.name or os.path.basename(os.path.abspath(options.out.rstrip("/")))
-    return Manifest(
+    return tokenizer.manifest(
         name=f"{name}-validation" if split == "validation" else name,
         kind="pairs" if pairs else "tokens",
-        tokenizer_sha256=tokenizer.sha256,
-        vocabulary_size=tokenizer.vocabulary_size,
-        dtype=dtype_for(tokenizer.vocabulary_size),
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        start_id=tokenizer.start_id,
         block_tokens=0 if pairs else options.block_tokens,
         row_tokens=options.row_tokens,
         masked=source.trained is not None,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pretrain.config.schema import RunConfig
 from pretrain.data.batch import dropout_key, empty_batch, make_batch, sum_digests
 from pretrain.data.documents import SourceSpec
-from pretrain.data.format import Manifest, dtype_for
+from pretrain.data.format import Manifest
 from pretrain.data.inputs import InputFile, list_files
 from pretrain.data.objective import I64
 from pretrain.data.objectives import TokenObjective, token_objective
@@ -66,16 +66,7 @@ def open_raw(
             f"tokenizer={config.tokenizer} is {tokenizer.sha256[:12]}, the run began with {tokenizer_sha256[:12]}. Ids "
             "mean something only with their own tokenizer. Restore the file."
         )
-    header = Manifest(
-        name="raw",
-        kind="tokens",
-        tokenizer_sha256=tokenizer.sha256,
-        vocabulary_size=tokenizer.vocabulary_size,
-        dtype=dtype_for(tokenizer.vocabulary_size),
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        start_id=tokenizer.start_id,
-    )
+    header = tokenizer.manifest(name="raw", kind="tokens")
     if header.vocabulary_size > config.model.vocabulary_size:
         raise DataError(
             f"model.vocabulary_size={config.model.vocabulary_size} is below the {header.vocabulary_size} of the "

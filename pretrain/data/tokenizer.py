@@ -21,6 +21,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from pretrain.data.format import Manifest, dtype_for
 from pretrain.data.special_tokens import ExtraTokens
 from pretrain.errors import DataError
 
@@ -162,6 +163,24 @@ class Tokenizer:
         for index, added in self._encoder.get_added_tokens_decoder().items():
             lengths[index] = 0 if added.special else len(added.content.encode())
         return lengths
+
+    def manifest(self, *, name: str, kind: Literal["tokens", "pairs"], **layout: Any) -> Manifest:
+        """The manifest of a source of this tokenizer's ids, without counts.
+
+        Args:
+            layout: further fields of `Manifest`.
+        """
+        return Manifest(
+            name=name,
+            kind=kind,
+            tokenizer_sha256=self.sha256,
+            vocabulary_size=self.vocabulary_size,
+            dtype=dtype_for(self.vocabulary_size),
+            eos_id=self.eos_id,
+            pad_id=self.pad_id,
+            start_id=self.start_id,
+            **layout,
+        )
 
     def _first_id(self, names: Sequence[str]) -> int | None:
         for name in names:
