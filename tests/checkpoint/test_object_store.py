@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain import faults
 from pretrain.checkpoint import list_checkpoints, prune, restore, save, verify_checkpoint
 from pretrain.checkpoint.retention import Retention
-from pretrain.errors import StoreError
+from pretrain.errors import CheckpointError, ExitCode, StoreError
 from pretrain.store import open_store
 from pretrain.store.multipart import abandoned
 from pretrain.store.remote import RemoteStore
@@ -107,3 +109,30 @@ def test_a_store_that_is_gone_is_a_failed_save_with_its_name(tmp_path: Path, mon
     handle = save(store, Plain(1), step=2, attempt=1, training_state={}, world=World(), guard=lambda: None)
     with pytest.raises(StoreError, match=r"cannot write s3://bucket/gone/step-00000002-a001/rank-00000.safetensors"):
         handle.wait()
+
+
+def test_the_only_checkpoint_that_cannot_be_read_now_is_no_users_error_a_lost_file_is(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run whose store answers with errors is started again (StoreError), one whose file is lost is not."""
+    store = RemoteStore(f"{bucket}/unreadable")
+    written = save(store, Plain(1), step=1, attempt=1, training_state={}, world=World(), guard=lambda: None)
+    written.wait()
+    orders = tmp_path / "orders.json"
+    broken = {"point": "store.download", "do": "error:ECONNRESET", "detail": "rank-00000.safetensors", "times": 1000}
+    orders.write_text(json.dumps([broken]))
+    monkeypatch.setenv(faults.VARIABLE, str(orders))
+    faults.arm("rank")
+    try:
+        reader = Plain(9)
+        with pytest.raises(StoreError, match=r"no good checkpoint in .*unreadable") as failed:
+            restore(store, reader, World())
+        assert failed.value.exit_code == ExitCode.FAILED
+        assert not reader.used
+    finally:
+        monkeypatch.delenv(faults.VARIABLE)
+        faults.arm("rank")
+    store.delete(f"{written.name}/rank-00000.safetensors")
+    with pytest.raises(CheckpointError, match=r"no good checkpoint in .*unreadable") as lost:
+        restore(store, reader, World())
+    assert lost.value.exit_code == ExitCode.USER_ERROR
