@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument(
         "--cpu-time", action="store_true", help="CPU time on one thread instead of wall time, for a machine under load"
     )
+    parser.add_argument("--part", help="of recover, one of kill, compiled, nodes, chaos: each takes minutes")
     arguments = parser.parse_args()
     if os.environ.get(_CHILD) != arguments.name:
         threads = 1 if arguments.cpu_time else BENCHMARKS[arguments.name][0]
@@ -53,8 +54,14 @@ def main() -> int:
         # In this very process, so that whoever ends it (a time limit) leaves nothing behind.
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], environment)
     flags = ["--quick"] * arguments.quick + ["--cpu-time"] * arguments.cpu_time
+    flags += [f"--part {arguments.part}"] if arguments.part else []
     command = " ".join(["python -m benchmarks", arguments.name, *flags])
-    results = importlib.import_module(f"benchmarks.{arguments.name}").measure(quick=arguments.quick, command=command)
+    module = importlib.import_module(f"benchmarks.{arguments.name}")
+    parts = getattr(module, "PARTS", {})
+    if arguments.part is not None and arguments.part not in parts:
+        parser.error(f"--part={arguments.part} is no part of {arguments.name}. It has: {', '.join(parts) or 'none'}.")
+    more = {"part": arguments.part} if parts else {}
+    results = module.measure(quick=arguments.quick, command=command, **more)
     print(as_json(results) if arguments.json else as_table(results), flush=True)
     return 0
 

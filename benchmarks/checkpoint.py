@@ -158,7 +158,7 @@ def measure_ranks(world: World, folder: str, repetitions: int, quick: bool) -> d
 
 def measure(*, quick: bool, command: str) -> list[Result]:
     """Ratios of stall, bandwidth and memory."""
-    repetitions = 2 if quick else 3
+    repetitions = 2 if quick else 5
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         arguments = {"folder": folder, "repetitions": repetitions, "quick": quick}
         found = run_in_ranks("benchmarks.checkpoint:measure_ranks", RANKS, arguments, timeout_s=400)

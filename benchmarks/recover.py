@@ -65,51 +65,81 @@ def _fault_once(run: TinyRun, attempt: int, number: int, *, standbys: bool) -> d
     return {TOTAL: steps[0]["t"] - hurt, **phases, **trained.fields["stages"], "allowed_s": 3 * longest + 2}
 
 
-def _chaos(trials: int) -> dict[str, Any]:
-    """The summary of so many seeded trials on rank processes, as far as the time allows."""
-    words = ["--trials", str(trials), "--cluster", "0", "--limit-s", str(CHAOS_LIMIT_S)]
+def _middle(faults: list[dict[str, float]], phase: str) -> float:
+    return median([fault[phase] for fault in faults])
+
+
+def _kill(folder: Path, quick: bool, command: str) -> list[Result]:
+    """Kills and hangs of a run with standbys, kills of one without."""
+    warm_faults, cold_faults, hangs = (2, 1, 1) if quick else (5, 2, 2)
+    with training(folder, *SETTINGS, "cluster.standbys=true") as run:
+        warm = [_fault_once(run, n, signal.SIGKILL, standbys=True) for n in range(1, warm_faults + 1)]
+        stopped = [
+            _fault_once(run, n, signal.SIGSTOP, standbys=True) for n in range(warm_faults + 1, warm_faults + hangs + 1)
+        ]
+    with training(folder, *SETTINGS, "cluster.standbys=false") as run:  # not beside: they would fight for the cores
+        cold = [_fault_once(run, n, signal.SIGKILL, standbys=False) for n in range(1, cold_faults + 1)]
+    kills = [
+        Result(f"recover.{phase}", _middle(warm, phase), "s", "without standbys, s", _middle(cold, phase), warm_faults,
+               command)
+        for phase in warm[0] if phase != "allowed_s"
+    ]  # fmt: skip
+    return [
+        *kills,
+        Result("recover.hang_to_step_s", _middle(stopped, TOTAL), "s", "kill to step, s", _middle(warm, TOTAL), hangs,
+               command),
+        Result("recover.hang_seen_s", _middle(stopped, "seen_s"), "s", "3 x step time + 2, s",
+               _middle(stopped, "allowed_s"), hangs, command),
+    ]  # fmt: skip
+
+
+def _compiled(folder: Path, quick: bool, command: str) -> list[Result]:
+    """Kills of a run with compiled kernels; its first attempt has filled the compiler's cache."""
+    count = 1 if quick else 3
+    with training(folder, *SETTINGS, "cluster.standbys=true", "model.kernels=compiled") as run:
+        faults = [_fault_once(run, n, signal.SIGKILL, standbys=True) for n in range(1, count + 1)]
+    return [Result("recover.kill_to_step_compiled_s", _middle(faults, TOTAL), "s", "", None, count, command)]
+
+
+def _nodes(folder: Path, quick: bool, command: str) -> list[Result]:
+    """A host of three that loses power, and one whose link is cut: the two that are left go on from memory."""
+    from tests.cluster.measure import lose_hosts  # needs root: hosts are network namespaces
+
+    count = 1 if quick else 3
+    losses = [lose_hosts(folder / f"hosts-{number}") for number in range(count)]
+    return [
+        Result(f"recover.{name}_to_step_s", median([loss[name] for loss in losses]), "s", "", None, count, command)
+        for name in ("node_loss", "partition")
+    ]
+
+
+def _chaos(folder: Path, quick: bool, command: str) -> list[Result]:
+    """A short campaign of seeded trials on rank processes, as far as the time allows."""
+    words = ["--trials", "4" if quick else "40", "--cluster", "0", "--limit-s", str(CHAOS_LIMIT_S)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if not done.stdout.strip():
         raise RuntimeError(f"the campaign ended with {done.returncode}: {done.stderr[-2000:]}")
-    summary: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return summary
+    chaos: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    equal = chaos["equal"] / max(1, chaos["trials"])
+    return [
+        Result("recover.chaos_trials", float(chaos["trials"]), "fired", "tried", float(chaos["tried"]), 1, command),
+        Result("recover.chaos_equal_fraction", equal, "", "all", 1.0, chaos["trials"], command),
+    ]
 
 
-def measure(*, quick: bool, command: str) -> list[Result]:
-    """Medians over several faults of a run with standbys and of one without; hangs; a short chaos campaign."""
-    warm_faults, cold_faults, hangs, trials = (2, 1, 1, 4) if quick else (5, 2, 2, 40)
-    compiled_faults = 1 if quick else 3
-    cold: list[dict[str, float]] = []
+PARTS = {"kill": _kill, "compiled": _compiled, "nodes": _nodes, "chaos": _chaos}
+
+
+def measure(*, quick: bool, command: str, part: str | None = None) -> list[Result]:
+    """Medians over several faults of each kind; all parts one after the other, or one of them."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        with training(folder, *SETTINGS, "cluster.standbys=true") as run:
-            warm = [_fault_once(run, n, signal.SIGKILL, standbys=True) for n in range(1, warm_faults + 1)]
-            stopped = [
-                _fault_once(run, n, signal.SIGSTOP, standbys=True)
-                for n in range(warm_faults + 1, warm_faults + hangs + 1)
-            ]
-        with training(folder, *SETTINGS, "cluster.standbys=false") as run:  # not beside: they would fight for the cores
-            cold = [_fault_once(run, n, signal.SIGKILL, standbys=False) for n in range(1, cold_faults + 1)]
-        with training(folder, *SETTINGS, "cluster.standbys=true", "model.kernels=compiled") as run:
-            compiled = [_fault_once(run, n, signal.SIGKILL, standbys=True) for n in range(1, compiled_faults + 1)]
-    chaos = _chaos(trials)
-
-    def middle(faults: list[dict[str, float]], phase: str) -> float:
-        return median([fault[phase] for fault in faults])
-
-    kills = [
-        Result(f"recover.{phase}", middle(warm, phase), "s", "without standbys, s", middle(cold, phase), warm_faults,
-               command)
-        for phase in warm[0] if phase != "allowed_s"
-    ]  # fmt: skip
-    rest = [
-        ("kill_to_step_compiled_s", middle(compiled, TOTAL), "s", "eager, s", middle(warm, TOTAL), compiled_faults),
-        ("hang_to_step_s", middle(stopped, TOTAL), "s", "kill to step, s", middle(warm, TOTAL), hangs),
-        ("hang_seen_s", middle(stopped, "seen_s"), "s", "3 x step time + 2, s", middle(stopped, "allowed_s"), hangs),
-        ("chaos_trials", float(chaos["trials"]), "fired", "tried", float(chaos["tried"]), 1),
-        ("chaos_equal_fraction", chaos["equal"] / max(1, chaos["trials"]), "", "all", 1.0, chaos["trials"]),
-    ]
-    return [*kills, *(Result(f"recover.{name}", *values, command) for name, *values in rest)]
+        return [
+            result
+            for label, measured in PARTS.items()
+            if part in (None, label)
+            for result in measured(folder, quick, command)
+        ]

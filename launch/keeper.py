@@ -35,11 +35,16 @@ HEALTHY_AFTER_S = 120.0  # a driver that lived so long starts the backoff anew
 HOPELESS = frozenset({ExitCode.USER_ERROR, ExitCode.FENCED})
 
 
-def keep(run: RunDirectory, lease: int) -> None:
+def keep(run: RunDirectory, lease: int) -> threading.Thread:
     """Makes sure that the calling driver's run has a keeper, and that it watches this driver.
+
+    The keeper's process takes a second or more to start; the driver's agents start beside it.
 
     Args:
         lease: number of the driver's lease; only journal events from it on end the keeper.
+
+    Returns:
+        the thread that waits until the keeper has answered.
     """
     context = ray.get_runtime_context()
     submission = _own_submission_id()
@@ -55,20 +60,28 @@ def keep(run: RunDirectory, lease: int) -> None:
         runtime_env=NORMAL_PRIORITY,
         scheduling_strategy=NodeAffinitySchedulingStrategy(context.get_node_id(), soft=True),
     )
-    for _ in range(3):
-        try:
-            keeper = actor.remote(run.url, environment, submission, lease)
-            ray.get(keeper.watch.remote(submission, lease), timeout=30.0)
-            return
-        except (
-            ray.exceptions.GetTimeoutError
-        ):  # a busy cluster: it may still come up, and training must not wait for it
-            break
-        except ray.exceptions.RayActorError:  # the keeper of an earlier submission was just ending
-            time.sleep(1.0)
-    Log().warning(
-        "no keeper has answered: until one does, a dead driver will not be started again; use pretrain submit --resume"
-    )
+
+    def introduce() -> None:
+        for _ in range(3):
+            try:
+                ray.get(make().watch.remote(submission, lease), timeout=30.0)
+                return
+            except ray.exceptions.GetTimeoutError:  # a busy cluster: it may still come up
+                break
+            except ray.exceptions.RayActorError:  # the keeper of an earlier submission was just ending
+                time.sleep(1.0)
+        Log().warning(
+            "no keeper has answered: until one does, a dead driver will not be started again; use pretrain submit "
+            "--resume"
+        )
+
+    def make() -> Any:
+        return actor.remote(run.url, environment, submission, lease)
+
+    make()  # Ray knows of it when this returns, and makes it also if this driver dies at once
+    thread = threading.Thread(target=introduce, name="keeper's answer", daemon=True)
+    thread.start()
+    return thread
 
 
 def keeper_name(run_url: str) -> str:

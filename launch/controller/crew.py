@@ -98,6 +98,7 @@ class Crew:
         self._failure: str | None = None  # why a launch failed that the order needs
         self._answers: queue.Queue[tuple[dict[str, _Wanted], str]] = queue.Queue()  # failures of launches
         self._places: list[RankPlace] = []
+        self._releases: list[threading.Thread] = []  # of slots, under way
         self._standing = False  # standbys were asked for and are not all ready
         self._attempt = 0
         self._word: str | None = None  # what the ranks of this attempt were told, for those that start later
@@ -191,18 +192,15 @@ class Crew:
         self._tell_all({"kind": "kill"})
 
     def close(self) -> None:
-        """Ends all agents and gives their slots back."""
+        """Ends all agents, also those that have not been heard of yet, and gives their slots back."""
         self._table.close()
         self._tell_all({"kind": "bye"})
         self._hub.close()
-        releases = [
-            threading.Thread(target=self._nodes.release, args=(agent.node,), name="release", daemon=True)
-            for agent in self._agents.values()
-        ]
-        for release in releases:
-            release.start()
-        for release in releases:
-            release.join(RELEASE_WITHIN_S)
+        for node in {*(agent.node for agent in self._agents.values()), *self._wanted}:
+            self._release(node)
+        deadline = time.monotonic() + RELEASE_WITHIN_S
+        for release in self._releases:
+            release.join(max(0.0, deadline - time.monotonic()))
         self._agents.clear()
 
     def look(self, timeout_s: float) -> News:
@@ -323,7 +321,9 @@ class Crew:
         self._release(agent.node)
 
     def _release(self, node: str) -> None:
-        threading.Thread(target=self._nodes.release, args=(node,), name="release", daemon=True).start()
+        release = threading.Thread(target=self._nodes.release, args=(node,), name="release", daemon=True)
+        self._releases = [*(other for other in self._releases if other.is_alive()), release]
+        release.start()
 
     def _answer_order(self, news: News) -> None:
         now = time.monotonic()

@@ -32,12 +32,14 @@ class HostCopy:
 
     data: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     used: int = 0
+    header_bytes: int = 0
 
     def take(self, fragments: list[Fragment], metadata: dict[str, str]) -> None:
         """Copies every fragment's tensors, key by key. The only part of a save that the loop waits for."""
         runs = _runs([(tensor_name(key, f.name), f.tensors[key].detach(), key) for f in fragments for key in f.tensors])
         entries = [(name, tensor.dtype, tensor.numel()) for run in runs for name, tensor in run.tensors]
         header = safetensors_header(entries, metadata)
+        self.header_bytes = len(header)
         self.used = len(header) + sum(run.padding + run.source.nbytes for run in runs)
         if self.data.numel() < self.used:
             self.data = _buffer(self.used, pinned=any(run.source.is_cuda for run in runs[:1]))
@@ -55,6 +57,12 @@ class HostCopy:
             position += source.nbytes
         if self.data.is_pinned():
             torch.cuda.synchronize()
+
+    def put_in_header(self, blank: bytes, value: bytes) -> None:
+        """Replaces a word of the metadata by one of the same length, which was not known before the copy."""
+        header = self.data[: self.header_bytes].numpy()
+        place = header.tobytes().index(blank)
+        header[place : place + len(blank)] = np.frombuffer(value, dtype=np.uint8)
 
     def chunks(self) -> list[memoryview]:
         """The file's bytes in the pieces that are hashed."""

@@ -41,6 +41,7 @@ from pretrain.rundir.records import decode_record, encode_record
 from pretrain.store import NotFoundError, Store
 from pretrain.topology import World
 
+_NO_ID = "?" * 16  # stands in a file's header until the ranks have agreed on the id of a save
 _POLL_S = (0.01, 0.5)  # first and longest wait between two looks for sidecars
 _POLL_GROWTH = 1.2  # of the wait: what the last rank's file is published late by, against what was waited for it
 
@@ -95,14 +96,16 @@ def save(
     started = time.perf_counter()
     name, shapes = checkpoint_name(step, attempt), engine.shapes()
     fragments, groups = engine.fragments(), engine.groups()
+    idle = idle_copies(engine)
+    copy = idle.pop() if idle else HostCopy()
+    copy.take(fragments, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": _NO_ID})
+    # Behind the copy: before it, every rank would wait for the slowest one twice.
     save_id, kept = _agree(fragments, groups, world)
+    copy.put_in_header(_NO_ID.encode(), save_id.encode())
+    passing("save.copied", name)
     index = {parameter: position for position, parameter in enumerate(shapes)}
     manifest = replace(_described(engine, world, kept, origin), step=step, attempt=attempt, save_id=save_id)
     manifest = replace(manifest, training_state=training_state)
-    idle = idle_copies(engine)
-    copy = idle.pop() if idle else HostCopy()
-    copy.take(fragments, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": save_id})
-    passing("save.copied", name)
     ranges = tuple((index[f.name], f.start, f.length) for f in fragments)
     job = _Job(
         store.child(name), name, world.rank, save_id, manifest, ranges, copy, idle, guard, world.size,
@@ -140,7 +143,7 @@ def _agree(fragments: list[Fragment], groups: dict[str, str], world: World) -> t
     mine: dict[str, list[str]] = {}
     for fragment in fragments:
         mine.setdefault(groups[fragment.name], sorted(set(fragment.tensors) - {MASTER}))
-    texts = gather_texts(json.dumps([secrets.token_hex(8) if world.is_main else "", mine]))
+    texts = gather_texts(json.dumps([secrets.token_hex(len(_NO_ID) // 2) if world.is_main else "", mine]))
     told = [json.loads(text) for text in texts]
     return told[0][0], {group: keys for _, found in told for group, keys in found.items()}
 

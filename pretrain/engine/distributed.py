@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,6 +22,7 @@ from pretrain.topology import World
 
 _PEER_MARKS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout", "NCCL", "Broken pipe")
 _LIMB_BITS = 32
+_SHORT = 504  # bytes of a text that go with its length in one message
 
 
 def start_process_group(world: World, device: torch.device, timeout_s: float) -> bool:
@@ -125,15 +127,20 @@ def gather_floats(values: Sequence[float]) -> list[list[float]]:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Every rank's text, in rank order, on every rank; a collective."""
-    data = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
-    used = len(text.encode())
-    lengths = _all_gather(torch.tensor([used]), "texts").flatten().tolist()
-    width = max(*lengths, 1)
-    padded = torch.zeros(width, dtype=torch.uint8)
-    padded[:used] = data[:used]
-    rows = _all_gather(padded, "texts")
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+    """Every rank's text, in rank order, on every rank; a collective, one message while texts are short."""
+    data = text.encode()
+    rows = _all_gather(_row(struct.pack("<Q", len(data)) + data[:_SHORT], 8 + _SHORT), "texts")
+    texts = [row.numpy().tobytes() for row in rows]
+    lengths = [struct.unpack("<Q", start[:8])[0] for start in texts]
+    rest = max(lengths) - _SHORT
+    rests = [row.numpy().tobytes() for row in _all_gather(_row(data[_SHORT:], rest), "texts")] if rest > 0 else []
+    whole = [start[8:] + (rests[rank] if rests else b"") for rank, start in enumerate(texts)]
+    return [text[:length].decode() for text, length in zip(whole, lengths, strict=True)]
+
+
+def _row(data: bytes, width: int) -> torch.Tensor:
+    """Bytes as a tensor, filled up with zeros."""
+    return torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
 
 
 def broadcast_bytes(data: bytes | None, *, source: int = 0) -> bytes:

@@ -171,9 +171,12 @@ def _s3(draw: random.Random, number: int) -> Trial:
     name, rank = draw.choice((("rank-0000", draw.randrange(ranks)), ("MANIFEST", 0)))
     upload: Order = {"point": "store.upload", "nth": draw.randint(1, 2), "rank": rank, "detail": name}
     upload |= draw.choice(({"do": "kill"}, {"do": "error:ECONNRESET", "times": draw.randint(1, 2)}))
+    nth = draw.randint(2 * SAVE_EVERY + 1, STEPS)
+    if upload["do"] == "kill" and upload["nth"] == 2:  # what starts then goes on behind the first save
+        nth = STEPS - SAVE_EVERY
     orders: tuple[Order, ...] = (
         upload,
-        {"point": "step.begins", "do": "kill", "nth": draw.randint(2 * SAVE_EVERY + 1, STEPS), "rank": 0},
+        {"point": "step.begins", "do": "kill", "nth": nth, "rank": 0},
         {"point": "store.download", "do": draw.choice(("error:ECONNRESET", "kill")), "detail": "rank-0000",
          "rank": draw.randrange(ranks)},
     )  # fmt: skip

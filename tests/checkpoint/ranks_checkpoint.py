@@ -277,7 +277,7 @@ def overlapping(world: World, folder: str) -> dict[str, Any]:
     train(engine, config, world, 0, 1)
     before = snapshot(engine)
     handle = save(store, engine, step=1, attempt=1, training_state={}, world=world, guard=nothing)
-    train(engine, config, world, 1, 3)
+    train(engine, config, world, 1, 4)
     pending = not handle.done and [info.problem for info in list_checkpoints(store)] in ([], ["no manifest"])
     barrier()
     gate.touch()

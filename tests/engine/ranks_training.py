@@ -174,6 +174,7 @@ def collectives(world: World) -> dict[str, Any]:
     big = 2**62 - 1 - world.rank
     sums = distributed.all_reduce_sums([big, -5, 0.1 * (world.rank + 1), 1e300 if world.rank else -1e300])
     texts = distributed.gather_texts("ü" * world.rank)
+    long_texts = distributed.gather_texts("ü" * (400 * world.rank) + ".")  # more than one message holds
     told = distributed.broadcast_bytes(b"from 0" if world.is_main else None).decode()
     distributed.vote(True, "unused")
     distributed.barrier()
@@ -182,7 +183,14 @@ def collectives(world: World) -> dict[str, Any]:
         distributed.vote(world.rank != 1, "no space", error=UserError)
     except UserError as error:
         failed = str(error)
-    return {"sums": sums, "texts": texts, "told": told, "failed": failed, "infinite": _infinite_sum(world)}
+    return {
+        "sums": sums,
+        "texts": texts,
+        "long": long_texts,
+        "told": told,
+        "failed": failed,
+        "infinite": _infinite_sum(world),
+    }
 
 
 def _infinite_sum(world: World) -> str:

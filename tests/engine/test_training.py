@@ -64,6 +64,7 @@ def test_any_number_of_ranks_trains_the_same_with_dropout(ranks: int, cases: lis
         assert sums["sums"][2] == math.fsum(0.1 * (rank + 1) for rank in range(ranks))
         assert sums["sums"][3] == 1e300 * (ranks - 2)
         assert sums["texts"] == ["ü" * rank for rank in range(ranks)]
+        assert sums["long"] == ["ü" * (400 * rank) + "." for rank in range(ranks)]
         assert sums["told"] == "from 0"
         assert sums["failed"] == ("rank 1: no space" if ranks > 1 else "")
         assert sums["infinite"] == ("nan" if ranks > 1 else "inf")

@@ -159,3 +159,18 @@ def test_a_silent_agent_has_more_time_where_its_host_takes_connections(
                 assert least_s <= time.monotonic() - began < most_s
         finally:
             crew.close()
+
+
+def test_the_end_gives_back_slots_whose_agent_was_not_heard_yet_and_waits_for_those_on_their_way():
+    given_back: list[str] = []
+
+    class Slow(OneNode):
+        def release(self, node: str) -> None:
+            time.sleep(0.3)
+            given_back.append(node)
+
+    nodes = Slow()
+    crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 5.0)
+    _launch(crew, nodes)
+    crew.close()
+    assert given_back == ["n"]

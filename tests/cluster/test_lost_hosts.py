@@ -1,0 +1,40 @@
+"""Real ranks on three hosts: one loses power, then one is cut off. No row is lost or read twice, to rounding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pretrain.faults import VARIABLE
+from pretrain.rundir import RunDirectory
+from tests.cluster.hosts import Hosts
+from tests.cluster.measure import THREE_RANKS, lose_two
+from tests.ranks import run_ranks
+from tests.tiny import build_tiny, steps_of
+from tests.train.rank_programs import trainings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+STEPS = 160
+
+
+def test_a_lost_and_a_cut_host_cost_no_row_and_the_losses_are_those_of_the_untouched_run(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = build_tiny(tmp_path)
+    total = f"schedule.total_steps={STEPS}"
+    untouched = {"runs": [tiny.decoder("name=untouched", *THREE_RANKS, total)], "home": str(tmp_path)}
+    run_ranks(trainings, ranks=3, arguments=untouched, timeout_s=300)
+    slower = [{"point": "step.begins", "do": "sleep:0.5", "rank": 0, "attempt": n, "times": STEPS} for n in (1, 2)]
+    (tmp_path / "slower.json").write_text(json.dumps(slower))  # the standbys shall be ready before the run is over
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "slower.json"))
+    lose_two(hosts, tiny, tmp_path, total, to_its_end=True)
+    run = RunDirectory.locate(str(tmp_path / "torn"))
+    assert run.events()[-1].kind == "completed"
+    assert [event.fields["ranks"] for event in run.events() if event.kind == "attempt_started"] == [3, 2, 1]
+    whole, torn = steps_of(tmp_path / "untouched"), steps_of(tmp_path / "torn")
+    assert sorted(torn) == sorted(whole) == list(range(1, STEPS + 1))
+    assert [torn[step]["data_digest"] for step in whole] == [whole[step]["data_digest"] for step in whole]
+    for step in whole:
+        assert torn[step]["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5), step
