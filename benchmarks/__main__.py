@@ -60,8 +60,10 @@ def main() -> int:
     parts = getattr(module, "PARTS", {})
     if arguments.part is not None and arguments.part not in parts:
         parser.error(f"--part={arguments.part} is no part of {arguments.name}. It has: {', '.join(parts) or 'none'}.")
-    more = {"part": arguments.part} if parts else {}
-    results = module.measure(quick=arguments.quick, command=command, **more)
+    if arguments.part is None:
+        results = module.measure(quick=arguments.quick, command=command)
+    else:
+        results = module.measure_part(arguments.part, quick=arguments.quick, command=command)
     print(as_json(results) if arguments.json else as_table(results), flush=True)
     return 0
 

@@ -132,14 +132,14 @@ def _chaos(folder: Path, quick: bool, command: str) -> list[Result]:
 PARTS = {"kill": _kill, "compiled": _compiled, "nodes": _nodes, "chaos": _chaos}
 
 
-def measure(*, quick: bool, command: str, part: str | None = None) -> list[Result]:
-    """Medians over several faults of each kind; all parts one after the other, or one of them."""
+def measure_part(part: str, *, quick: bool, command: str) -> list[Result]:
+    """Medians over several faults of one kind."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        return [
-            result
-            for label, measured in PARTS.items()
-            if part in (None, label)
-            for result in measured(folder, quick, command)
-        ]
+        return PARTS[part](folder, quick, command)
+
+
+def measure(*, quick: bool, command: str) -> list[Result]:
+    """All parts, one after the other."""
+    return [result for part in PARTS for result in measure_part(part, quick=quick, command=command)]
