@@ -288,6 +288,8 @@ class RunReader:
             extremes, means = columns_of(filled)
             self.columns[attempt] = Columns(2 * len(filled), extremes)
             self.means[attempt] = Columns(len(filled), means)
+            newest = {field: spread[3] for field, spread in filled[-1]["fields"].items() if "." not in field}
+            self._newest = merge_record(self._newest, newest | filled[-1]["edges"][-1])
         for record in left:
             self._add(attempt, record)
         self._offsets[name] = builder.end
@@ -309,8 +311,6 @@ class RunReader:
             self.ranks.setdefault(attempt, RankHistory()).add(last["step"], line["own_s"])
         place = {"file": name, "begin": line["begin"], "end": line["end"], "first": first["step"], "last": last["step"]}
         self.blocks.setdefault(attempt, []).append(place)
-        newest = {field: spread[3] for field, spread in line["fields"].items() if "." not in field}
-        self._newest = merge_record(self._newest, newest | last)
 
     def _take(self, name: str, attempt: int, data: bytes) -> None:
         lines = (self._partial.get(name, b"") + data).split(b"\n")

@@ -10,8 +10,6 @@ from __future__ import annotations
 import gzip
 import hmac
 import ipaddress
-import json
-import math
 import socket
 import sys
 from http import HTTPStatus
@@ -21,6 +19,8 @@ from pathlib import Path
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlencode, urlsplit
+
+from pydantic_core import to_json
 
 from launch.monitor.answers import answer_api, answer_picture
 from launch.monitor.prometheus import format_metrics
@@ -153,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, f"{text}\n".encode(), "text/plain")
 
     def _send_json(self, status: HTTPStatus, value: Any) -> None:
-        self._send(status, json.dumps(_finite(value), allow_nan=False).encode(), "application/json")
+        self._send(status, to_json(value, inf_nan_mode="null"), "application/json")
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         packed = len(body) > 2048 and "gzip" in self.headers.get("Accept-Encoding", "")
@@ -180,13 +180,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return value

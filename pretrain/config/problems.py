@@ -7,6 +7,7 @@ another; the rules between sections run on those that are sound.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 from contextlib import suppress
 from typing import Annotated, Any
@@ -74,6 +75,7 @@ def _missing_source(field: str, source: SourceConfig) -> str:
     )
 
 
+@functools.cache
 def _adapter(name: str) -> TypeAdapter[Any]:
     # The field's own validators, checks and discriminator, taken as pydantic put them together.
     field = RunConfig.model_fields[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.config import yaml_text
 from pretrain.config.yaml_text import dump_mapping, parse_yaml, plain_scalar
 
 MEANINGS = {
@@ -109,6 +111,24 @@ def test_aliases_that_multiply_end_at_once() -> None:
 def test_deep_nesting_is_a_problem_and_no_crash() -> None:
     _, problems = parse_yaml("[" * 1500 + "]" * 1500, "f")
     assert problems == ["f is nested too deeply. A config has a few levels. Flatten it."]
+
+
+@pytest.mark.parametrize("loader", ["_FastLoader", "_Loader"])
+@pytest.mark.parametrize("depth", [400, 900, 1500])
+def test_no_depth_of_either_parser_ends_in_a_crash(monkeypatch: pytest.MonkeyPatch, loader: str, depth: int) -> None:
+    monkeypatch.setattr(yaml_text, "_FastLoader", getattr(yaml_text, loader))
+    value, problems = parse_yaml("[" * depth + "]" * depth, "f")
+    assert problems in ([], ["f is nested too deeply. A config has a few levels. Flatten it."])
+    assert problems or isinstance(value, list)
+
+
+def test_the_parser_in_c_reads_every_config_as_the_one_in_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [path.read_text() for path in sorted(Path("configs").rglob("*.yaml"))]
+    texts += ["a: 'quoted 1e-4'\nb: \"no\"\nc: |\n  1e-4\nd: [1e-4, off, ~]\n", "a: {b: *x}", "a: 1\na: 2", "- !!int 1"]
+    fast = [parse_yaml(text, "f") for text in texts]
+    monkeypatch.setattr(yaml_text, "_FastLoader", yaml_text._Loader)
+    assert fast == [parse_yaml(text, "f") for text in texts]
+    assert fast[-4] == ({"a": "quoted 1e-4", "b": "no", "c": "1e-4\n", "d": [1e-4, "off", None]}, [])
 
 
 SCALARS = st.one_of(
