@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.errors import ExitCode, UserError
+from pretrain.log import Log
 
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
@@ -57,6 +58,11 @@ def run_export(args: argparse.Namespace) -> int:
         shutil.rmtree(partial, ignore_errors=True)
     entries = f"{tokenizer.vocabulary_size} tokens in {config.model.vocabulary_size} rows"
     print(f"{name} of {run.name} -> {out} ({args.dtype}, {entries})")
+    wandb = config.metrics.wandb
+    if wandb.mode != "off" and "export" in wandb.artifacts:
+        from pretrain.metrics.wandb_artifacts import send_export
+
+        send_export(config, run, out, Log(), checkpoint=name, dtype=args.dtype)
     return ExitCode.DONE
 
 

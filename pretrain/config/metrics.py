@@ -14,6 +14,12 @@ class WandbConfig(Section):
     mode: Literal["off", "offline", "online"] = setting("off, offline or online", resume="free", default="off")
     project: Text = setting("project", resume="free", default="pretrain")
     entity: Text | None = setting("user or team", resume="free", default=None)
+    artifacts: list[Literal["config", "tokenizer", "checkpoints", "export"]] = setting(
+        "what is kept there too: the config, the tokenizer, the manifests of durable checkpoints, what "
+        "pretrain checkpoint export writes",
+        resume="free",
+        default=[],
+    )
 
 
 class ProfileConfig(Section):

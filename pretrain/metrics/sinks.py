@@ -54,6 +54,9 @@ class MetricsHome(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def checkpoints(self) -> Store: ...
+
     def metrics_key(self, attempt: int) -> str: ...
 
 

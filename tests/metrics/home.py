@@ -15,12 +15,13 @@ class Home:
     def __init__(self, store: Store | str | Path, name: str = "run") -> None:
         self.store = open_store(store) if isinstance(store, str | Path) else store
         self.name = name
+        self.checkpoints = self.store.child("checkpoints")
 
     def metrics_key(self, attempt: int) -> str:
         return f"metrics/attempt-{attempt:03d}.jsonl"
 
 
-def run_config(wandb: str = "off", **metrics: Any) -> RunConfig:
+def run_config(wandb: str | dict[str, Any] = "off", **metrics: Any) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "a-run",
@@ -39,6 +40,9 @@ def run_config(wandb: str = "off", **metrics: Any) -> RunConfig:
             "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
             "schedule": {"kind": "constant", "total_steps": 10},
             "checkpoint": {"every_steps": 5},
-            "metrics": {"wandb": {"mode": wandb, "project": "tests"}, **metrics},
+            "metrics": {
+                "wandb": {"project": "tests", **(wandb if isinstance(wandb, dict) else {"mode": wandb})},
+                **metrics,
+            },
         }
     )

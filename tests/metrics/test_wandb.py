@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import struct
 import threading
@@ -12,9 +14,12 @@ from typing import Any
 
 import pytest
 
+from pretrain.log import Log
 from pretrain.metrics import JsonlSink, open_sinks
 from pretrain.metrics.queued import QUEUE_RECORDS, flatten
-from pretrain.metrics.wandb_sink import WandbSink, obtain_id
+from pretrain.metrics.wandb_artifacts import send_export
+from pretrain.metrics.wandb_run import obtain_id
+from pretrain.metrics.wandb_sink import WandbSink
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.metrics.home import Home, run_config
@@ -54,6 +59,21 @@ def _read(path: Path) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
         elif kind == "metric":
             axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
     return run_id, rows, axes
+
+
+def _artifacts(path: Path) -> list[tuple[str, str, dict[str, Any], list[str], dict[str, Path]]]:
+    """(name, type, metadata, aliases, files) of each artifact record; the files are checked against their digests."""
+    found = []
+    for record in _records(path):
+        if record.WhichOneof("record_type") != "artifact":
+            continue
+        artifact = record.artifact
+        files = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
+        for entry in artifact.manifest.contents:
+            digest = hashlib.md5(Path(entry.local_path).read_bytes()).digest()
+            assert base64.b64decode(entry.digest) == digest
+        found.append((artifact.name, artifact.type, json.loads(artifact.metadata), list(artifact.aliases), files))
+    return found
 
 
 def _offline_files(root: Path) -> list[Path]:
@@ -101,6 +121,83 @@ def test_points_that_a_sigkill_took_from_wandb_are_sent_by_the_next_attempt(tmp_
         *((step - 1, step, 1) for step in range(1, 6)),
         (5, 5, 2),
     ]
+
+
+def _home_with_files(root: Path) -> Home:
+    home = Home(root)
+    home.store.put("run.yaml", b"name: a-run\n")
+    home.store.put("tokenizer.json", b"{}")
+    _publish(home, "step-00000005-a001", 5)
+    return home
+
+
+def _publish(home: Home, name: str, step: int) -> None:
+    body = {"step": step, "files": [{"name": "rank-00000.safetensors", "bytes": 70}, {"name": "rank-1", "bytes": 30}]}
+    home.checkpoints.put(f"{name}/MANIFEST.json", json.dumps({"body": body, "sha256": ""}).encode())
+
+
+def test_chosen_artifacts_are_in_the_file_with_their_bytes_and_outlive_a_pruned_checkpoint(tmp_path: Path) -> None:
+    home = _home_with_files(tmp_path)
+    config = run_config({"mode": "offline", "artifacts": ["config", "tokenizer", "checkpoints"]})
+    sink = WandbSink(config, home, 2)
+    sink.write({"step": 6, "loss": 1.0})
+    _publish(home, "step-00000010-a002", 10)
+    home.checkpoints.put("step-00000011-a002/rank-00000.safetensors", b"not published")
+    sink.close()
+    for name in ("step-00000005-a001", "step-00000010-a002"):
+        home.checkpoints.delete_tree(name)  # as retention does; a sync comes later
+    (file,) = _offline_files(tmp_path)
+    assert [row["step"] for row in _read(file)[1]] == [6]
+    found = _artifacts(file)
+    assert [(name, kind) for name, kind, *_ in found] == [
+        ("a-run-config", "config"),
+        ("a-run-tokenizer", "tokenizer"),
+        ("a-run-checkpoint", "checkpoint"),
+        ("a-run-checkpoint", "checkpoint"),
+    ]
+    assert found[0][4]["run.yaml"].read_bytes() == b"name: a-run\n"
+    assert found[1][4]["tokenizer.json"].read_bytes() == b"{}"
+    for (*_, told, aliases, files), name, step in zip(
+        found[2:], ("step-00000005-a001", "step-00000010-a002"), (5, 10), strict=True
+    ):
+        url = f"{home.checkpoints.url}/{name}"
+        assert told == {"run": "a-run", "checkpoint": name, "step": step, "bytes": 100, "url": url}
+        assert sorted(aliases) == ["latest", name]
+        assert json.loads(files["MANIFEST.json"].read_bytes())["body"]["step"] == step
+
+
+def test_artifacts_are_off_until_they_are_chosen_and_one_that_fails_costs_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = WandbSink(run_config("offline"), _home_with_files(tmp_path / "one"), 1)
+    sink.close()
+    assert _artifacts(_offline_files(tmp_path / "one")[0]) == []
+    home = _home_with_files(tmp_path / "two")
+    home.store.delete("tokenizer.json")
+    config = run_config({"mode": "offline", "artifacts": ["tokenizer", "config"]})
+    sink = WandbSink(config, home, 1)
+    sink.write({"step": 1})
+    sink.close()
+    (file,) = _offline_files(tmp_path / "two")
+    assert [name for name, *_ in _artifacts(file)] == ["a-run-config"]
+    assert [row["step"] for row in _read(file)[1]] == [1]
+    warnings = capsys.readouterr().err
+    assert warnings.count("WARNING") == warnings.count("wandb gets no more artifacts of tokenizer in this attempt") == 1
+
+
+def test_an_export_becomes_an_artifact_of_the_same_wandb_run(tmp_path: Path) -> None:
+    home = Home(tmp_path / "run")
+    model = tmp_path / "exported"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    send_export(run_config("offline"), home, model, Log(), checkpoint="step-00000010-a001")
+    (file,) = _offline_files(tmp_path / "run")
+    assert _read(file)[0] == obtain_id(home.store)
+    ((name, kind, told, _, files),) = _artifacts(file)
+    assert (name, kind) == ("a-run-model", "model")
+    assert told == {"run": "a-run", "checkpoint": "step-00000010-a001"}
+    assert sorted(files) == ["config.json", "model.safetensors"]
 
 
 def test_a_dead_server_costs_one_warning_and_the_records_are_kept_offline(
