@@ -70,27 +70,27 @@ def _middle(faults: list[dict[str, float]], phase: str) -> float:
 
 
 def _kill(folder: Path, quick: bool, command: str) -> list[Result]:
-    """Kills and hangs of a run with standbys, kills of one without."""
-    warm_faults, cold_faults, hangs = (2, 1, 1) if quick else (5, 2, 2)
+    """Kills of a run with standbys, and of one without."""
+    warm_faults, cold_faults = (2, 1) if quick else (5, 2)
     with training(folder, *SETTINGS, "cluster.standbys=true") as run:
         warm = [_fault_once(run, n, signal.SIGKILL, standbys=True) for n in range(1, warm_faults + 1)]
-        stopped = [
-            _fault_once(run, n, signal.SIGSTOP, standbys=True) for n in range(warm_faults + 1, warm_faults + hangs + 1)
-        ]
     with training(folder, *SETTINGS, "cluster.standbys=false") as run:  # not beside: they would fight for the cores
         cold = [_fault_once(run, n, signal.SIGKILL, standbys=False) for n in range(1, cold_faults + 1)]
-    kills = [
+    return [
         Result(f"recover.{phase}", _middle(warm, phase), "s", "without standbys, s", _middle(cold, phase), warm_faults,
                command)
         for phase in warm[0] if phase != "allowed_s"
     ]  # fmt: skip
-    return [
-        *kills,
-        Result("recover.hang_to_step_s", _middle(stopped, TOTAL), "s", "kill to step, s", _middle(warm, TOTAL), hangs,
-               command),
-        Result("recover.hang_seen_s", _middle(stopped, "seen_s"), "s", "3 x step time + 2, s",
-               _middle(stopped, "allowed_s"), hangs, command),
-    ]  # fmt: skip
+
+
+def _hang(folder: Path, quick: bool, command: str) -> list[Result]:
+    """Stopped ranks of a run with standbys."""
+    count = 1 if quick else 3
+    with training(folder, *SETTINGS, "cluster.standbys=true") as run:
+        hangs = [_fault_once(run, n, signal.SIGSTOP, standbys=True) for n in range(1, count + 1)]
+    seen = [Result("recover.hang_seen_s", _middle(hangs, "seen_s"), "s", "3 x step time + 2, s",
+                   _middle(hangs, "allowed_s"), count, command)]  # fmt: skip
+    return [*seen, Result("recover.hang_to_step_s", _middle(hangs, TOTAL), "s", "", None, count, command)]
 
 
 def _compiled(folder: Path, quick: bool, command: str) -> list[Result]:
@@ -129,7 +129,7 @@ def _chaos(folder: Path, quick: bool, command: str) -> list[Result]:
     ]
 
 
-PARTS = {"kill": _kill, "compiled": _compiled, "nodes": _nodes, "chaos": _chaos}
+PARTS = {"kill": _kill, "hang": _hang, "compiled": _compiled, "nodes": _nodes, "chaos": _chaos}
 
 
 def measure_part(part: str, *, quick: bool, command: str) -> list[Result]:
