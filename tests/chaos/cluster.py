@@ -218,6 +218,8 @@ class ClusterBench:
             assert process.stdout is not None
             process.stdout.close()
         self._ray.cleanup()
+        for name in (RANK_COMMAND_VARIABLE, "PRETRAIN_HOME"):  # whoever trains next has ranks of its own
+            os.environ.pop(name, None)
 
     def run(self, trial: Trial) -> Result:
         home = self._folder / f"trial-{trial.number:04d}"

@@ -47,8 +47,8 @@ def run_head_trial(folder: Path, tiny: Tiny, reference: RunDirectory, trial: Tri
     with _command(home, slow, "train", *tiny.decoder("name=run", *overrides)) as train:
         while train.poll() is None and time.monotonic() - began < 60 and len(_steps(home)) < SAVE_EVERY + 1:
             time.sleep(0.02)
-        victims = [child for child in psutil.Process(train.pid).children(recursive=True)
-                   if child.name().startswith(_HEAD[: 1 + trial.number % 2])]  # fmt: skip
+        children = [] if train.poll() is not None else psutil.Process(train.pid).children(recursive=True)
+        victims = [child for child in children if child.name().startswith(_HEAD[: 1 + trial.number % 2])]
         for victim in victims:
             victim.kill()
         _, alive = psutil.wait_procs(victims, timeout=5.0)
