@@ -171,7 +171,8 @@ def _liger() -> dict[Callable[..., Any], Callable[..., Any]]:
     operators = importlib.import_module("liger_kernel.ops")
 
     def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        found: Tensor = operators.LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama")
+        # Not in place: it would write over a gradient that the other side of a sum (behind a sublayer) reads too.
+        found: Tensor = operators.LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
         return found
 
     def gated(gate_up: Tensor) -> Tensor:

@@ -24,12 +24,13 @@ from pretrain.config.schema import LossConfig, RunConfig
 from pretrain.errors import PretrainError, UserError
 from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
 from pretrain.model import kernels
-from pretrain.model.layers import gated_gelu, gated_silu, rms_norm
+from pretrain.model.layers import RMSNorm, gated_gelu, gated_silu, rms_norm
 from pretrain.model.positions import rotate
 from pretrain.model.registry import build_model
 from pretrain.rundir import RunDirectory
 from pretrain.topology import World
-from tests.model.small import VOCABULARY, decoder_config
+from tests.model import fake_liger
+from tests.model.small import FAMILIES, VOCABULARY, batch_for, decoder_config
 from tests.ranks import run_ranks
 from tests.tiny import build_tiny, steps_of
 
@@ -223,6 +224,26 @@ def test_a_compiled_run_keeps_its_cache_and_goes_on_bit_for_bit_after_a_kill(tmp
     untouched, again = steps_of(tmp_path / "whole"), steps_of(tmp_path / "killed")
     assert [again[step]["loss"] for step in untouched] == [record["loss"] for record in untouched.values()]
     assert _weights(tmp_path, "killed") == _weights(tmp_path, "whole")
+
+
+@pytest.mark.parametrize("family", ["decoder", "gemma_3"])
+def test_liger_is_called_as_it_documents_and_writes_over_nothing_that_is_read_again(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "is_installed", lambda name: name == "liger_kernel")
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", fake_liger)
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name in ("eager", "liger"):
+        config = FAMILIES[family](kernels=name)
+        model = build_model(config, LossConfig(), seed=1, activation_checkpointing=False)
+        model(batch_for(config)).objective.backward()
+        found[name] = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        norms = {module.compute for module in model.modules() if isinstance(module, RMSNorm)}
+        assert (kernels.rms_norm in norms) == (name == "eager")
+    for key, gradient in found["eager"].items():
+        bound = 1e-5 * float(gradient.abs().max())
+        torch.testing.assert_close(found["liger"][key], gradient, rtol=0, atol=bound, msg=key)
 
 
 def test_kernels_that_cannot_run_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
