@@ -24,6 +24,7 @@ from pretrain.model.attention import flash as flash_backend
 from pretrain.model.attention import varlen as varlen_backend
 from pretrain.model.attention.flash import attend_flash
 from pretrain.model.attention.flex import attend_flex
+from pretrain.model.attention.select import BACKENDS
 from pretrain.model.attention.varlen import attend_varlen
 from pretrain.sequence import SeqInfo
 from tests.model.attention_cases import SCALE, Case, errors, inputs, self_case
@@ -181,6 +182,32 @@ def test_the_newest_flash_attention_of_the_device_is_swapped_in_once(
     assert active == ([] if newest == "FA2" else [newest])
     attend_varlen(q, k, v, info, info, case.rules(torch.zeros(4)), kernel="FA2")
     assert active == []
+
+
+@pytest.mark.usefixtures("fake_packages")
+@pytest.mark.parametrize(
+    ("name", "kernel", "major"), [("varlen_fa2", "FA2", 8), ("varlen_fa3", "FA3", 9), ("varlen_fa4", "FA4", 10)]
+)
+def test_a_flash_attention_that_is_named_is_the_one_that_computes(
+    name: str, kernel: str, major: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active, used = ["FA4" if kernel == "FA2" else "FA2"], []  # another one ran before
+    for module in (need_module, varlen_backend):
+        monkeypatch.setattr(module, "compute_capability", lambda: (major, 0))
+    monkeypatch.setattr(varlen_backend, "current_flash_attention_impl", lambda: active[-1])
+    monkeypatch.setattr(varlen_backend, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(varlen_backend, "restore_flash_attention_impl", lambda: active.append("FA2"))
+
+    def spy(*args: Any, **options: Any) -> torch.Tensor:
+        used.append(active[-1])
+        return fake_varlen_attn(*args, **options)
+
+    monkeypatch.setattr(varlen_backend, "varlen_attn", spy)
+    assert select.refusal(name, cuda()) is None
+    for case in VARLEN:
+        for what, error in errors(BACKENDS[name], case, torch.bfloat16).items():
+            assert error < 1e-2, (case, what)
+    assert set(used) == {kernel}
 
 
 GPU = {

@@ -1,68 +1,90 @@
-"""Attention through torch's scaled_dot_product_attention: a batch of equal documents, or one dense mask.
+"""Attention on torch's scaled_dot_product_attention alone, forward and backward.
 
-`attend_batch` is the kernel call that `split` shares. It never passes a mask together with is_causal
-(backends disagree about that) and never is_causal with unequal lengths (aligned at the wrong end).
+What its kernels do without a mask runs on whole documents, as `split` does it; windows and biases run by
+the pieces of `qblock`, each under the mask of its own rows and keys, and the backward pass calls the kernel again
+with gradients on. So no mask of T x T exists. Beside `qblock`, whose backward pass is written out, it is the
+slower and independent way to the same numbers. Source: own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from pretrain.model.attention.reference import packed_distance, softmax_attention
+from pretrain.model.attention.pieces import Piece, bias_diagonals, cut, reach_of, tensor_gradients
 from pretrain.model.attention.rules import AttentionRules
+from pretrain.model.attention.split import attend_split, sdpa
 from pretrain.sequence import SeqInfo
-
-
-def attend_batch(q_NHSK: Tensor, k_NGSK: Tensor, v_NGSK: Tensor, rules: AttentionRules) -> Tensor:
-    """N documents of one query length and one key length, [N, H, S_q, K]."""
-    q_length, k_length = q_NHSK.shape[2], k_NGSK.shape[2]
-    windowed = rules.window is not None and rules.window < max(q_length, k_length)
-    aligned_causal = rules.causal and q_length == k_length
-    one_query_sees_all = rules.causal and q_length == 1
-    plain = not windowed and rules.bias is None and rules.softcap is None
-    if plain and (aligned_causal or one_query_sees_all or not rules.causal):
-        is_causal = aligned_causal and not one_query_sees_all
-        return _sdpa(q_NHSK, k_NGSK, v_NGSK, rules.scale, is_causal=is_causal)
-    q_place = torch.arange(k_length - q_length, k_length, device=q_NHSK.device)
-    distance = q_place[:, None] - torch.arange(k_length, device=q_NHSK.device)[None, :]
-    return _attend_masked(q_NHSK, k_NGSK, v_NGSK, rules.allowed(distance), distance, rules)
 
 
 def attend_sdpa(
     q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, q_info: SeqInfo, k_info: SeqInfo, rules: AttentionRules
 ) -> Tensor:
-    """Equal documents as a batch; others under one dense [T_q, T_k] mask (quadratic in T)."""
-    if equal_lengths(q_info) and equal_lengths(k_info):
-        return attend_equal(q_THK, k_TGK, v_TGK, len(q_info.lengths), rules)
-    same_document, distance = packed_distance(q_info, k_info, q_THK.device)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THK, k_TGK, v_TGK))
-    out = _attend_masked(q, k, v, same_document & rules.allowed(distance), distance, rules)
-    return out.squeeze(0).transpose(0, 1)
+    """Whole documents, or blocks of queries where a window or a bias needs a mask."""
+    reach = reach_of(q_info, k_info)
+    if rules.bias is None and (rules.window is None or rules.window >= reach):
+        return attend_split(q_THK, k_TGK, v_TGK, q_info, k_info, rules)
+    pieces = cut(q_info, k_info, rules, q_THK.shape[1], q_THK.device)
+    tensors = () if rules.bias is None else rules.bias.tensors
+    return _MaskedPieces.apply(q_THK, k_TGK, v_TGK, pieces, rules, reach, *tensors)
 
 
-def attend_equal(q_THK: Tensor, k_TGK: Tensor, v_TGK: Tensor, num_documents: int, rules: AttentionRules) -> Tensor:
-    """One batched call for documents that all have the same length."""
-    q, k, v = (x.unflatten(0, (num_documents, -1)).transpose(1, 2) for x in (q_THK, k_TGK, v_TGK))
-    return attend_batch(q, k, v, rules).transpose(1, 2).flatten(0, 1)
+class _MaskedPieces(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        pieces: Sequence[Piece],
+        rules: AttentionRules,
+        reach: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(q_THK, k_TGK, v_TGK, *tensors)
+        ctx.pieces, ctx.rules, ctx.reach = pieces, rules, reach
+        out_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
+        diagonals_HR = bias_diagonals(rules, reach, q_THK.device, tensors)
+        for piece in pieces:
+            q, k, v = piece.queries(q_THK), piece.keys(k_TGK), piece.keys(v_TGK)
+            bias = None if diagonals_HR is None else piece.bias(diagonals_HR, reach)
+            piece.put_queries(out_THK, _attend(q, k, v, bias, piece, rules))
+        return out_THK
+
+    @staticmethod
+    def backward(ctx: Any, grad_THK: Tensor) -> tuple[Tensor | None, ...]:
+        q_THK, k_TGK, v_TGK, *tensors = ctx.saved_tensors
+        rules, reach = ctx.rules, ctx.reach
+        dtype = torch.promote_types(q_THK.dtype, torch.float32)
+        dq_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
+        dk_TGK, dv_TGK = (torch.zeros(k_TGK.shape, dtype=dtype, device=q_THK.device) for _ in range(2))
+        diagonals_HR = bias_diagonals(rules, reach, q_THK.device, tensors)
+        d_diagonals_HR = None if diagonals_HR is None else torch.zeros_like(diagonals_HR, dtype=dtype)
+        for piece in ctx.pieces:
+            leaves = [piece.queries(q_THK), piece.keys(k_TGK), piece.keys(v_TGK)]
+            if diagonals_HR is not None:
+                leaves.append(piece.bias(diagonals_HR, reach))
+            with torch.enable_grad():
+                leaves = [x.detach().requires_grad_() for x in leaves]
+                out = _attend(leaves[0], leaves[1], leaves[2], leaves[3] if leaves[3:] else None, piece, rules)
+                dq, dk, dv, *d_bias = torch.autograd.grad(out, leaves, piece.queries(grad_THK))
+            piece.put_queries(dq_THK, dq)
+            piece.add_keys(dk_TGK, dk)
+            piece.add_keys(dv_TGK, dv)
+            if d_diagonals_HR is not None:
+                piece.add_bias(d_diagonals_HR, d_bias[0], reach)
+        of_tensors = tensor_gradients(rules, reach, tensors, d_diagonals_HR, ctx.needs_input_grad[6:])
+        return dq_THK, dk_TGK.to(k_TGK.dtype), dv_TGK.to(v_TGK.dtype), None, None, None, *of_tensors
 
 
-def equal_lengths(info: SeqInfo) -> bool:
-    return info.lengths.count(info.lengths[0]) == len(info.lengths)
-
-
-def _attend_masked(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, distance: Tensor, rules: AttentionRules) -> Tensor:
-    if rules.softcap is not None:  # no SDPA kernel caps scores
-        return softmax_attention(q, k, v, allowed, distance, rules)
-    if rules.bias is None:
-        return _sdpa(q, k, v, rules.scale, mask=allowed)
-    bias = rules.bias(-distance).masked_fill(~allowed, -torch.inf)
-    return _sdpa(q, k, v, rules.scale, mask=bias.to(q.dtype))
-
-
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, piece: Piece, rules: AttentionRules) -> Tensor:
+    """[H, rows, K] from [H, rows, K] and [G, keys, K], under the piece's mask and bias."""
+    mask = piece.mask(q.shape[0], q.device)
+    if bias is not None:
+        mask = (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).to(q.dtype)
+    if mask is not None and mask.dim() == 3:
+        mask = mask.unsqueeze(0)
+    return sdpa(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), rules.scale, mask=mask)[0]
