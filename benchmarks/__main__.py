@@ -45,7 +45,9 @@ def main() -> int:
     parser.add_argument(
         "--cpu-time", action="store_true", help="CPU time on one thread instead of wall time, for a machine under load"
     )
-    parser.add_argument("--part", help="of recover: kill, hang, compiled, nodes or chaos; each takes minutes")
+    parser.add_argument(
+        "--part", help="of recover: kill, hang, compiled, nodes or chaos; of step: dense, packed or ranks"
+    )
     arguments = parser.parse_args()
     if os.environ.get(_CHILD) != arguments.name:
         threads = 1 if arguments.cpu_time else BENCHMARKS[arguments.name][0]

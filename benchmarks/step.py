@@ -3,15 +3,17 @@
 One process with 2 threads, eager, gradients accumulated. Dense rows (one document each) of 512 tokens, so
 that all sides compute the same; then rows of 2,048 packed with short documents, which ours keeps apart
 and theirs does not (keeping them apart costs theirs a dense mask). Two ranks have one thread each.
-Ours runs the whole step that training runs: keyed batches, loss sums, DeepSpeed, clipping, update.
+Ours runs the whole step that training runs: keyed batches, loss sums, DeepSpeed, clipping, update. DeepSpeed's stage 3
+puts a function of its own in the place of torch's `linear` for the whole process; every other side has torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.attention import documents
 from benchmarks.bare_loop import BareLoop, Shape
@@ -29,6 +31,13 @@ from pretrain.topology import World
 ROWS, LENGTH, ACCUMULATION = 2, 512, 2
 TOKENS_PER_STEP = ROWS * LENGTH * ACCUMULATION
 PACKED_LENGTH = ROWS * LENGTH * ACCUMULATION  # one row holds the tokens of a dense step
+
+PARTS = {
+    "dense": "ours at three stages, a bare loop and the Trainer on one document a row",
+    "packed": "ours and the Trainer on short documents",
+    "ranks": "two ranks: ours at three stages and DDP",
+}
+TORCHS_LINEAR = F.linear
 
 Step = Callable[[], float]
 
@@ -116,6 +125,19 @@ def bare_step(loop: BareLoop, microbatches: list[torch.Tensor]) -> Step:
     return step
 
 
+def with_torchs_linear(step: Step) -> Step:
+    """The step as it is in a process without an engine of stage 3."""
+
+    def measured() -> float:
+        found, F.linear = F.linear, TORCHS_LINEAR
+        try:
+            return step()
+        finally:
+            F.linear = found
+
+    return measured
+
+
 def trainer_step(peer: TrainerPeer, tokens: int) -> Step:
     return lambda: tokens / peer.step()
 
@@ -135,6 +157,7 @@ def _dense(shape: Shape, kind: str, ids: torch.Tensor, peer: TrainerPeer, repeti
     sides: dict[str, Step] = {name: our_step(engine, microbatches) for name, engine in engines.items()}
     sides["bare"] = bare_step(BareLoop(shape, autocast=kind == "bf16"), microbatches)
     sides["trainer"] = trainer_step(peer, TOKENS_PER_STEP)
+    sides = {name: step if name == "zero3" else with_torchs_linear(step) for name, step in sides.items()}
     interleave(sides, 1)
     values = interleave(sides, repetitions)
     for engine in engines.values():
@@ -170,6 +193,7 @@ def measure_ranks(world: World, *, repetitions: int, num_layers: int, precision:
         name: our_step(engine, microbatches, ranks=world.size) for name, engine in engines.items()
     }
     sides["ddp"] = bare_step(BareLoop(shape, autocast=precision == "bf16", distributed=True), microbatches)
+    sides = {name: step if name == "zero3" else with_torchs_linear(step) for name, step in sides.items()}
     interleave(sides, 1)
     values = interleave(sides, repetitions)
     for engine in engines.values():
@@ -179,53 +203,67 @@ def measure_ranks(world: World, *, repetitions: int, num_layers: int, precision:
 
 def measure(*, quick: bool, command: str) -> list[Result]:
     """Ratios of tokens/s, ours over the bare loop's, the Trainer's and DDP's."""
+    # CPU time says nothing about ranks, which wait for each other.
+    return _measure([part for part in PARTS if part != "ranks" or not counts_cpu_time()], quick, command)
+
+
+def measure_part(part: str, *, quick: bool, command: str) -> list[Result]:
+    """The metrics of one of `PARTS`."""
+    return _measure([part], quick, command)
+
+
+def _measure(parts: Sequence[str], quick: bool, command: str) -> list[Result]:
     repetitions, kind = (2 if quick else 5), precision()
     shape = Shape(num_layers=2) if quick else Shape()
-    dense_ids, packed_ids = _random_ids(shape, ROWS * ACCUMULATION, LENGTH), _random_ids(shape, 1, PACKED_LENGTH)
-    # Before there is a process group, in which the Trainer would wrap its model for many ranks.
-    dense_peer = TrainerPeer(shape, dense_ids[:, 1:], rows=ROWS, accumulation=ACCUMULATION, bf16=kind == "bf16")
-    packed_peer = TrainerPeer(shape, packed_ids[:, 1:], rows=1, accumulation=1, bf16=kind == "bf16")
-    start_process_group(World(), torch.device("cpu"), 60.0)
-    try:
-        dense = _dense(shape, kind, dense_ids, dense_peer, repetitions)
-        packed = _packed(shape, kind, packed_ids, packed_peer, repetitions)
-    finally:
-        stop_process_group()
-        dense_peer.close()
-        packed_peer.close()
-    if counts_cpu_time():  # says nothing about ranks, which wait for each other
-        return _results(_ONE_PROCESS, {"dense": dense, "packed": packed}, kind, repetitions, command)
-    arguments: dict[str, Any] = {"repetitions": repetitions, "num_layers": shape.num_layers, "precision": kind}
-    ranks = run_in_ranks("benchmarks.step:measure_ranks", 2, arguments, timeout_s=240)
-    measured = {"dense": dense, "packed": packed, "ranks": ranks}
-    return _results(_ONE_PROCESS | _TWO_RANKS, measured, kind, repetitions, command)
+    ids = {"dense": _random_ids(shape, ROWS * ACCUMULATION, LENGTH), "packed": _random_ids(shape, 1, PACKED_LENGTH)}
+    results: list[Result] = []
+    if here := [part for part in parts if part in ids]:
+        # Before there is a process group, in which the Trainer would wrap its model for many ranks.
+        peers = {
+            part: TrainerPeer(
+                shape, ids[part][:, 1:], rows=ROWS if part == "dense" else 1,
+                accumulation=ACCUMULATION if part == "dense" else 1, bf16=kind == "bf16",
+            )
+            for part in here
+        }  # fmt: skip
+        start_process_group(World(), torch.device("cpu"), 60.0)
+        try:
+            for part in here:
+                sides = _dense if part == "dense" else _packed
+                values = sides(shape, kind, ids[part], peers[part], repetitions)
+                results += _results(part, values, kind, repetitions, command)
+        finally:
+            stop_process_group()
+            for peer in peers.values():
+                peer.close()
+    if "ranks" in parts:
+        arguments: dict[str, Any] = {"repetitions": repetitions, "num_layers": shape.num_layers, "precision": kind}
+        values = run_in_ranks("benchmarks.step:measure_ranks", 2, arguments, timeout_s=280)
+        results += _results("ranks", values, kind, repetitions, command)
+    return results
 
 
-# Metric -> (what was measured, our side, theirs, who they are).
-_ONE_PROCESS = {
-    "vs_bare_loop": ("dense", "zero1", "bare", "bare loop"),
-    "zero2_vs_bare_loop": ("dense", "zero2", "bare", "bare loop"),
-    "zero3_vs_bare_loop": ("dense", "zero3", "bare", "bare loop"),
-    "vs_best_peer": ("dense", "zero1", "trainer", "transformers' Trainer"),
-    "packed_vs_best_peer": ("packed", "ours", "trainer", "transformers' Trainer"),
+# Part -> metric -> (our side, theirs, who they are).
+_METRICS = {
+    "dense": {
+        "vs_bare_loop": ("zero1", "bare", "bare loop"),
+        "zero2_vs_bare_loop": ("zero2", "bare", "bare loop"),
+        "zero3_vs_bare_loop": ("zero3", "bare", "bare loop"),
+        "vs_best_peer": ("zero1", "trainer", "transformers' Trainer"),
+    },
+    "packed": {"packed_vs_best_peer": ("ours", "trainer", "transformers' Trainer")},
+    "ranks": {
+        "zero2_vs_ddp": ("zero2", "ddp", "DDP, per rank"),
+        "zero3_vs_zero1": ("zero3", "zero1", "ours at ZeRO-1, per rank"),
+    },
 }
-_TWO_RANKS = {
-    "zero2_vs_ddp": ("ranks", "zero2", "ddp", "DDP, per rank"),
-    "zero3_vs_zero1": ("ranks", "zero3", "zero1", "ours at ZeRO-1, per rank"),
-}
 
 
-def _results(
-    metrics: dict[str, tuple[str, str, str, str]],
-    measured: dict[str, dict[str, list[float]]],
-    kind: str,
-    repetitions: int,
-    command: str,
-) -> list[Result]:
+def _results(part: str, values: dict[str, list[float]], kind: str, repetitions: int, command: str) -> list[Result]:
     return [
         Result(
-            f"step.{name}", median_ratio(measured[what][ours], measured[what][theirs]), "ratio",
-            f"{baseline} in {kind}, tokens/s", median(measured[what][theirs]), repetitions, command,
+            f"step.{name}", median_ratio(values[ours], values[theirs]), "ratio",
+            f"{baseline} in {kind}, tokens/s", median(values[theirs]), repetitions, command,
         )
-        for name, (what, ours, theirs, baseline) in metrics.items()
+        for name, (ours, theirs, baseline) in _METRICS[part].items()
     ]  # fmt: skip
