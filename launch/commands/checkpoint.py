@@ -67,20 +67,31 @@ def _register_keeping(actions: argparse._SubParsersAction[argparse.ArgumentParse
     )
     export.add_argument("run", metavar="RUN", help=_RUN_HELP)
     export.add_argument("--checkpoint", metavar="CHECKPOINT", help="name of one; default: the newest")
-    export.add_argument("--out", metavar="DIR", required=True, help="directory that does not exist yet")
-    export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the written weights"
-    )
-    export.add_argument(
-        "--shard-bytes", type=parse_bytes, default=5_000_000_000, help="largest safetensors file (default: 5 GB)"
-    )
     export.set_defaults(handler="launch.export:run_export")
+
+    average = actions.add_parser(
+        "average",
+        help="write the mean of the last checkpoints",
+        description="Writes the mean of the weights of a run's last checkpoints as export does, with their names in "
+        "origin.json. The mean is taken in float64, one weight at a time.",
+    )
+    average.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    average.add_argument("--last", metavar="N", type=int, default=5, help="how many of the newest (default: 5)")
+    average.set_defaults(handler="launch.export:run_average")
+    for writing in (export, average):
+        writing.add_argument("--out", metavar="DIR", required=True, help="directory that does not exist yet")
+        writing.add_argument(
+            "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the written weights"
+        )
+        writing.add_argument(
+            "--shard-bytes", type=parse_bytes, default=5_000_000_000, help="largest safetensors file (default: 5 GB)"
+        )
 
     importing = actions.add_parser(
         "import",
         help="start a run from a Hugging Face directory",
-        description="Makes a new run whose step 0 is a model of transformers: Llama, Qwen3, GPT-2, T5, Marian, BERT. "
-        "pretrain resume NAME trains it on. CONFIG must describe the same model; what differs is named.",
+        description="Makes a new run whose step 0 is a model of transformers: Llama, Qwen3, Mixtral, Gemma, GPT-2, T5, "
+        "Marian, BERT. pretrain resume NAME trains it on. CONFIG must describe the same model; what differs is named.",
     )
     importing.add_argument("directory", metavar="DIR", help="directory with config.json and *.safetensors")
     importing.add_argument("config", metavar="CONFIG", help="YAML file of the run")

@@ -1,5 +1,6 @@
 """Checkpoints: flat fp32 ranges by parameter name, of any ranks and ZeRO stage, published last or not at all."""
 
+from pretrain.checkpoint.average import average_weights, last_checkpoints, open_mean
 from pretrain.checkpoint.copy import file_bytes, prepare_copy
 from pretrain.checkpoint.holds import pin, reading, take_back, unpin
 from pretrain.checkpoint.listing import CheckpointInfo, list_checkpoints, verify_checkpoint
@@ -33,11 +34,14 @@ __all__ = [
     "Selection",
     "Started",
     "StoredWeights",
+    "average_weights",
     "diff_checkpoints",
     "discard_after",
     "file_bytes",
+    "last_checkpoints",
     "list_checkpoints",
     "newest_checkpoint",
+    "open_mean",
     "open_verified",
     "open_weights",
     "pin",

@@ -82,10 +82,12 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     Attributes:
         shapes: of all of them, which costs no reading.
+        name, save_id: of the checkpoint, and of the very save that made it.
     """
 
     def __init__(self, manifest: Manifest, files: CheckpointFiles) -> None:
         self._manifest, self._files = manifest, files
+        self.name, self.save_id = manifest.name, manifest.save_id
         self.shapes = {name: shape for name, shape in manifest.parameters.items() if _is_weight(manifest, name)}
 
     def __getitem__(self, parameter: str) -> torch.Tensor:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from pretrain.checkpoint import average
-from pretrain.checkpoint.average import average_weights, last_checkpoints
+from pretrain.checkpoint import average, average_weights, last_checkpoints, open_mean, save
 from pretrain.checkpoint.listing import CheckpointInfo
+from pretrain.engine.state import MASTER
 from pretrain.errors import CheckpointError
 from pretrain.store import open_store
+from pretrain.topology import World
+from tests.checkpoint.flips import Plain
 
 STORE = open_store("/nowhere")
 
@@ -19,20 +23,24 @@ def info(attempt: int, step: int, problem: str | None = None) -> CheckpointInfo:
     return CheckpointInfo(f"step-{step:08d}-a{attempt:03d}", step, attempt, 1, 1, problem)
 
 
-def test_the_mean_is_that_of_float64_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    saved = {
-        f"c{n}": {"a": torch.randn(50, 7, generator=generator) * 10.0**n, "b": torch.randn(3, generator=generator)}
-        for n in range(-3, 4)
-    }
-    monkeypatch.setattr(average, "read_weights", lambda store, name: saved[name])
-    found = average_weights(STORE, list(saved))
-    for name in ("a", "b"):
-        exact = np.mean([weights[name].numpy().astype(np.float64) for weights in saved.values()], axis=0)
-        np.testing.assert_array_equal(found[name].numpy(), exact.astype(np.float32))
-    saved["odd"] = {"a": torch.zeros(2)}
-    with pytest.raises(CheckpointError, match=r"odd and c-3 .* are not of one model"):
-        average_weights(STORE, ["c-3", "odd"])
+def test_the_mean_is_that_of_float64_rounded_once(tmp_path: Path) -> None:
+    store, saved = open_store(tmp_path), {}
+    for step in range(1, 8):
+        source = Plain(step, shapes={"a": (50, 7), "b": (3,)} if step < 7 else {"a": (2,)})
+        for state in source.state.values():
+            state[MASTER] *= 10.0 ** (step - 4)
+        save(store, source, step=step, attempt=1, training_state={}, world=World(), guard=lambda: None).wait()
+        saved[f"step-{step:08d}-a001"] = {name: state[MASTER].clone() for name, state in source.state.items()}
+    *names, odd = saved
+    found = average_weights(store, names)
+    assert {name: tuple(weight.shape) for name, weight in found.items()} == {"a": (50, 7), "b": (3,)}
+    for parameter, weight in found.items():
+        exact = np.mean([saved[name][parameter].numpy().astype(np.float64) for name in names], axis=0)
+        np.testing.assert_array_equal(weight.flatten().numpy(), exact.astype(np.float32))
+    with open_mean(store, names[:1], "test") as alone:
+        assert torch.equal(alone["a"].flatten(), saved[names[0]]["a"])
+    with pytest.raises(CheckpointError, match=rf"{odd} and {names[0]} .* are not of one model"):
+        average_weights(store, [names[0], odd])
 
 
 def test_the_newest_of_the_line_that_counts_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

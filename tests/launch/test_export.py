@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,57 @@ def test_transformers_loads_what_was_trained(
     assert cli.main(half) == 2
     assert "exists. An export never overwrites" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir() if ".export-" in path.name) == []
+
+
+def test_rows_without_a_token_are_told_and_never_come_out_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = build_tiny(tmp_path)
+    add_pairs(tiny, [(f"the cat sees {number}", f"a dog finds {number}") for number in range(60)])
+    padded = ("schedule.total_steps=2", "schedule.warmup_steps=1", "model.vocabulary_size=384", "model.dropout=0")
+    padded += ("checkpoint.every_steps=1",)
+    runs = [tiny.decoder("name=padded", *padded), tiny.encoder_decoder("name=translator", *padded)]
+    (trained,) = run_ranks(trainings, ranks=1, arguments={"runs": runs, "home": str(tmp_path)}, timeout_s=120)
+    assert trained.value == [0, 0], trained.output[-2000:]
+    monkeypatch.setenv("PRETRAIN_HOME", str(tmp_path))
+    tokens = Tokenizer.load(str(tiny.tokenizer)).vocabulary_size
+    assert tokens < 384
+    prompt = torch.tensor([[7, 8, 9]])
+    for run, auto in (("padded", AutoModelForCausalLM), ("translator", AutoModelForSeq2SeqLM)):
+        capsys.readouterr()
+        assert cli.main(["checkpoint", "export", run, "--out", str(tmp_path / f"{run}-hf")]) == 0
+        said = f"{tokens} tokens in 384 rows, of which those beyond the tokens are never generated"
+        assert said in capsys.readouterr().out
+        model = auto.from_pretrained(tmp_path / f"{run}-hf").eval()
+        inputs = {} if run == "padded" else {"decoder_input_ids": torch.tensor([[2]])}
+        with torch.no_grad():
+            rows = model.get_output_embeddings().weight
+            rows[tokens:] = 0
+            head = dict(model.named_modules())["lm_head"]
+            seen: list[torch.Tensor] = []
+            hook = head.register_forward_hook(lambda module, given, out, seen=seen: seen.append(given[0][0, -1]))
+            model(input_ids=prompt, **inputs)
+            rows[tokens:] = 100 * seen[0]  # so that the largest logits are those of rows without a token
+            assert int(model(input_ids=prompt, **inputs).logits[0, -1].argmax()) >= tokens
+            hook.remove()
+            written = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False, num_beams=1)
+        assert int(written.max()) < tokens
+    _the_mean_of_two_is_written_with_their_names(tmp_path, capsys)
+
+
+def _the_mean_of_two_is_written_with_their_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory.locate("padded")
+    names = [info.name for info in list_checkpoints(run.checkpoints)]
+    assert [name[:13] for name in names] == ["step-00000002", "step-00000001"]
+    command = ["checkpoint", "average", "padded", "--last", "2", "--out", str(folder / "mean")]
+    assert cli.main(command) == 0
+    assert f"the mean of {', '.join(names)} of padded" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(folder / "mean")
+    both = [read_weights(run.checkpoints, name)["embedding.weight"].double() for name in names]
+    assert not torch.equal(*both)
+    assert torch.equal(model.model.embed_tokens.weight, ((both[0] + both[1]) / 2).float())
+    origin = json.loads((folder / "mean" / "origin.json").read_text())
+    assert [part["checkpoint"] for part in origin["mean_of"]] == names
+    assert cli.main([*command[:4], "3", "--out", str(folder / "more")]) == 2
+    assert "holds 2 whole checkpoints, and 3 are to be averaged" in capsys.readouterr().err
+    assert not (folder / "more").exists()

@@ -12,6 +12,7 @@ from launch.cli import build_parser, parse
 
 # A command or option that goes is a breaking change; one that comes is added here.
 COMMANDS = {
+    "checkpoint average": ["--dtype", "--last", "--out", "--shard-bytes", "-h"],
     "checkpoint diff": ["--json", "-h"],
     "checkpoint export": ["--checkpoint", "--dtype", "--out", "--shard-bytes", "-h"],
     "checkpoint import": ["--name", "-h"],
