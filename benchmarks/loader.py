@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import webdataset
@@ -42,6 +43,15 @@ PEERS = ("streaming", "datasets", "litdata")
 MANY_SHARDS = 100_000
 MANY_BLOCKS = 1_000_000
 WARM_UP = 32  # micro-batches; the blocks of the first ones are read in one go
+
+
+class Size(NamedTuple):
+    """How much is measured: seconds of each reading, its repetitions, tokens of a corpus, steps from S3."""
+
+    seconds: float
+    repetitions: int
+    tokens: int
+    s3_steps: int
 
 
 def loader_config(corpus: Corpus) -> RunConfig:
@@ -141,7 +151,7 @@ def plan_many_shards_s(corpus: Corpus, folder: Path) -> float:
     """From a directory of 10^5 shards (sparse files) to the order of its rows: manifest, sizes, first addresses."""
     manifest = read_manifest(open_store(str(corpus.blocks)))
     shard = manifest.shards[0]
-    shards = tuple(replace(shard, name=f"{number:06d}.tar") for number in range(MANY_SHARDS))
+    shards = tuple(shard._replace(name=f"{number:06d}.tar") for number in range(MANY_SHARDS))
     folder.mkdir()
     counts = {name: MANY_SHARDS * getattr(shard, name) for name in ("blocks", "documents", "tokens")}
     (folder / MANIFEST_NAME).write_bytes(replace(manifest, shards=shards, **counts).to_json())
@@ -188,7 +198,7 @@ def peer_tokens_per_s(peer: str, corpus: Corpus, folder: Path, seconds: float, p
 def measure_peers(corpus: Corpus, folder: Path, seconds: float, repetitions: int, command: str) -> list[Result]:
     """Ours against the readers of packed rows; says which are left out, and why."""
     if not PEERS_PYTHON.exists():
-        print(f"left out: {', '.join(PEERS)} (no {PEERS_PYTHON}; make it a venv and install '.[bench]' there)")
+        print(f"left out: {', '.join(PEERS)} (no {PEERS_PYTHON}; make a venv there, with benchmarks/peers.txt)")
         return []
     results = []
     for suffix, clock, per in (("", time.perf_counter, "s"), ("_cpu", time.process_time, "cpu_s")):
@@ -202,27 +212,58 @@ def measure_peers(corpus: Corpus, folder: Path, seconds: float, repetitions: int
     return results
 
 
-def measure(*, quick: bool, command: str) -> list[Result]:
-    """Ratios on short and long documents, tokens/s of ours, and the time to resume."""
-    seconds, repetitions, tokens = (0.3, 3, 2**20) if quick else (1.0, 5, 2**23)
+def _prose(folder: Path, size: Size, command: str) -> list[Result]:
+    return measure_kind("prose", _corpus(folder, "prose", size), size.seconds, size.repetitions, command)
+
+
+def _code(folder: Path, size: Size, command: str) -> list[Result]:
+    return measure_kind("code", _corpus(folder, "code", size), size.seconds, size.repetitions, command)
+
+
+def _starts(folder: Path, size: Size, command: str) -> list[Result]:
+    """Resuming at the end and at the beginning, and with many shards and blocks."""
+    prose, times = _corpus(folder, "prose", size), 2 * size.repetitions
     results = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        corpora = {kind: make_corpus(folder / kind, kind, tokens) for kind in ("prose", "code")}
-        for kind, corpus in corpora.items():
-            results += measure_kind(kind, corpus, seconds, repetitions, command)
-        prose = corpora["prose"]
-        for metric, fraction in (("loader.resume_s", 0.9), ("loader.resume_at_start_s", 0.0)):
-            times = [resume_s(prose, fraction) for _ in range(2 * repetitions)]
-            results.append(Result(metric, median(times), "s", "", None, 2 * repetitions, command))
-        many_s = plan_many_shards_s(prose, folder / "many")
-        results.append(Result("loader.plan_1e5_shards_s", many_s, "s", "", None, 3, command))
-        results.append(Result("loader.plan_1e6_blocks_s", plan_many_blocks_s(), "s", "", None, 3, command))
-        rate = partial(tokens_per_s, ours, seconds=seconds)
-        results += measure_growth(prose, folder, rate, lambda c, n: resume_s(c, 0.9, n), repetitions, command)
-        results += measure_s3(prose, folder / "s3", open_ours, 60 if quick else 200, command)
-        results += measure_peers(prose, folder, seconds, max(1, repetitions - 2), command)
+    for metric, fraction in (("loader.resume_s", 0.9), ("loader.resume_at_start_s", 0.0)):
+        seconds = median([resume_s(prose, fraction) for _ in range(times)])
+        results.append(Result(metric, seconds, "s", "", None, times, command))
+    many_s = plan_many_shards_s(prose, folder / "many")
+    results.append(Result("loader.plan_1e5_shards_s", many_s, "s", "", None, 3, command))
+    results.append(Result("loader.plan_1e6_blocks_s", plan_many_blocks_s(), "s", "", None, 3, command))
     return results
+
+
+def _growth(folder: Path, size: Size, command: str) -> list[Result]:
+    rate = partial(tokens_per_s, ours, seconds=size.seconds)
+    prose = _corpus(folder, "prose", size)
+    return measure_growth(prose, folder, rate, lambda c, n: resume_s(c, 0.9, n), size.repetitions, command)
+
+
+def _s3(folder: Path, size: Size, command: str) -> list[Result]:
+    return measure_s3(_corpus(folder, "prose", size), folder / "s3", open_ours, size.s3_steps, command)
+
+
+def _peers(folder: Path, size: Size, command: str) -> list[Result]:
+    prose = _corpus(folder, "prose", size)
+    return measure_peers(prose, folder, size.seconds, max(1, size.repetitions - 2), command)
+
+
+def _corpus(folder: Path, kind: str, size: Size) -> Corpus:
+    return make_corpus(folder / kind, kind, size.tokens)
+
+
+PARTS = {"prose": _prose, "code": _code, "starts": _starts, "growth": _growth, "s3": _s3, "peers": _peers}
+
+
+def measure_part(part: str, *, quick: bool, command: str) -> list[Result]:
+    """Ratios on short or long documents with tokens/s of ours; times to start; growth; from S3; against peers."""
+    with tempfile.TemporaryDirectory() as name:
+        return PARTS[part](Path(name), Size(0.3, 3, 2**20, 60) if quick else Size(1.0, 5, 2**23, 200), command)
+
+
+def measure(*, quick: bool, command: str) -> list[Result]:
+    """All parts, one after the other."""
+    return [result for part in PARTS for result in measure_part(part, quick=quick, command=command)]
 
 
 def measure_kind(kind: str, corpus: Corpus, seconds: float, repetitions: int, command: str) -> list[Result]:

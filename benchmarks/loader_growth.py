@@ -36,7 +36,7 @@ def multiplied(corpus: Corpus, times: int, folder: Path) -> Corpus:
             table[:, 0] += copy * manifest.blocks
             (folder / (name + INDEX_SUFFIX)).write_bytes(table.tobytes())
             digest = hashlib.sha256(table.tobytes()).hexdigest()
-            shards.append(replace(shard, name=name, index_sha256=digest))
+            shards.append(shard._replace(name=name, index_sha256=digest))
     counts = {name: times * getattr(manifest, name) for name in ("blocks", "documents", "tokens", "text_bytes")}
     (folder / MANIFEST_NAME).write_bytes(replace(manifest, shards=tuple(shards), **counts).to_json())
     return replace(corpus, blocks=folder)

@@ -1,8 +1,8 @@
 """mosaicml-streaming, Hugging Face datasets and litdata on rows that were packed beforehand, one process each.
 
-`python benchmarks/loader_peers.py PEER FLAT.bin FOLDER SECONDS` in an environment that has them (`pip install -e
-'.[bench]'` in a venv of its own, .venv-bench) prints tokens per CPU second and per second. Rows are shuffled, read
-without worker processes, and handed over as `plain_batch` does.
+`python benchmarks/loader_peers.py PEER FLAT.bin FOLDER SECONDS` in an environment that has them (a venv of its own,
+.venv-bench, filled by `pip install -r benchmarks/peers.txt`) prints tokens per CPU second and per second. Rows are
+shuffled, read without worker processes, and handed over as `plain_batch` does.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pretrain.data.buffers import BufferPool
 from pretrain.data.objective import I64
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
-_TOKENS_PER_SLICE = 256  # of a document, from which copying its positions is quicker
+_TOKENS_PER_SLICE = 4096  # of a document, from which copying its positions is quicker
 
 
 class CausalBatches:
@@ -37,6 +37,8 @@ class CausalBatches:
         self._num_tokens = shape.rows * shape.sequence_length
         self._pool = BufferPool()
         self._spelt = np.empty(0, dtype=np.int32)
+        most_bytes = self._num_tokens * int(self._byte_lengths.max(initial=0))
+        self._bytes_dtype = np.int32 if most_bytes < 2**31 else np.int64  # a third of the time where it is enough
 
     def make(self, rows: GatheredRows, names: Sequence[tuple[int, int]]) -> list[Batch]:
         """Packs n*m gathered rows into n micro-batches: each token predicts the one behind it in its document.
@@ -97,7 +99,7 @@ class CausalBatches:
         # Ids are checked when a block is read; "raise" would check them again.
         self._byte_lengths.take(labels.reshape(-1), out=self._spelt, mode="clip")
         self._spelt[ends] = 0
-        return [int(value) for value in self._spelt.reshape(labels.shape).sum(axis=1, dtype=np.int64)]
+        return [int(value) for value in self._spelt.reshape(labels.shape).sum(axis=1, dtype=self._bytes_dtype)]
 
 
 def _write_positions(out: I64, edges: I64, lengths: I64) -> None:

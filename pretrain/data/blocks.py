@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import NamedTuple
@@ -63,6 +63,11 @@ class PairBlock(NamedTuple):
     target_ends: I64
 
 
+def is_remote(store: Store) -> bool:
+    """Whether reading it goes over a network as far as this process knows."""
+    return store.local_path(MANIFEST_NAME) is None
+
+
 class CorruptBlockError(DataError):
     """A block that is still wrong after it was fetched again."""
 
@@ -99,7 +104,7 @@ class BlockReader:
     ) -> None:
         self.store, self.manifest, self.name = store, manifest, name or manifest.name
         self.fetching = ""  # what is being read right now, for whoever waits too long
-        self.is_remote = store.local_path(MANIFEST_NAME) is None
+        self.is_remote = is_remote(store)
         self._cache = cache if self.is_remote else None
         self._kept_blocks = kept_blocks
         self._log = Log()
@@ -202,31 +207,35 @@ class BlockReader:
         if len(files) > _EAGER_SHARDS:  # their indexes are not read yet
             row_bytes = 8 * (2 + 3 * len(self.manifest.members))
             files |= {shard.name + INDEX_SUFFIX: shard.blocks * row_bytes for shard in self.manifest.shards}
-        found = self._sizes(list(files))
+        found = self._sizes(files)
+        if files.items() <= found.items():  # at once, where there are many
+            return
         problems = [
-            f"{name} is missing" if size is None else f"{name} has {size} bytes, not {wanted}"
-            for (name, wanted), size in zip(files.items(), found, strict=True)
-            if size != wanted
+            f"{name} is missing" if found.get(name) is None else f"{name} has {found[name]} bytes, not {wanted}"
+            for name, wanted in files.items()
+            if found.get(name) != wanted
         ]
-        if problems:
-            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-            raise DataError(
-                f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(self.manifest.shards)} shards "
-                "have the sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data "
-                "build`."
-            )
+        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+        raise DataError(
+            f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(self.manifest.shards)} shards "
+            "have the sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data build`."
+        )
 
-    def _sizes(self, keys: list[str]) -> list[int | None]:
-        """Bytes of each file, None where there is none: at one look where there are many and the store can."""
+    def _sizes(self, files: Mapping[str, int]) -> Mapping[str, int | None]:
+        """Bytes of each file that is there: at one look where there are many and the store can. Of many indexes on a
+        disk only whether they are there: to ask for sizes takes longest of all, and `_index` checks theirs."""
         store = self.store
-        if len(keys) > _EAGER_SHARDS and isinstance(store, ListsSizes):
+        if len(files) > _EAGER_SHARDS and isinstance(store, ListsSizes):
+            if not self.is_remote:
+                present = files.keys() & set(store.names())
+                return {name: files[name] for name in present} | (store.sizes(suffix=".tar") or {})
             sizes = self._fetcher.patiently(store.sizes)
             if sizes is not None:
-                return [sizes.get(key) for key in keys]
+                return sizes
         if not self.is_remote:
-            return [self._size(key) for key in keys]
+            return {key: self._size(key) for key in files}
         with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
-            return list(pool.map(self._size, keys))
+            return dict(zip(files, pool.map(self._size, files), strict=True))
 
     def _size(self, key: str) -> int | None:
         try:
@@ -242,12 +251,19 @@ class BlockReader:
         where = f"{self.store.url}/{key}"
         try:
             data = self._fetcher.patiently(lambda: self.store.get(key))
+            try:
+                index = ShardIndex.from_bytes(data, self.manifest, shard, where)
+            except DataError as problem:
+                self._log.warning(f"{problem.args[0].partition('. ')[0]}; reading it again")
+                self.counts.refetched += 1
+                again = self._fetcher.patiently(lambda: self.store.get(key))
+                index = ShardIndex.from_bytes(again, self.manifest, shard, where)
         except NotFoundError:
             raise DataError(
                 f"source {self.name} is not whole: {where} is missing. Every shard has its index beside it. "
                 "Copy the source again or rebuild it with `pretrain data build`."
             ) from None
-        self._indexes[shard] = ShardIndex.from_bytes(data, self.manifest, shard, where)
+        self._indexes[shard] = index
         if len(self._indexes) > _KEPT_INDEXES:
             self._indexes.popitem(last=False)
         return self._indexes[shard]

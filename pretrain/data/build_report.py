@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pretrain.data.format import Manifest, ShardEntry
+from pretrain.data.format import Manifest
+from pretrain.data.shard_entries import ShardEntry
 
 
 @dataclass(frozen=True, slots=True)

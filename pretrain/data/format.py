@@ -18,11 +18,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from pretrain.data.shard_entries import ShardEntry, collector_paused, shard_entries
 from pretrain.errors import DataError
 
 if TYPE_CHECKING:
@@ -61,22 +62,6 @@ def canonical_json(value: Any) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------ manifest
-
-
-@dataclass(frozen=True, slots=True)
-class ShardEntry:
-    """One shard in the manifest. `documents` and `text_bytes` count documents that end in it; `tokens`
-    are target tokens for pairs."""
-
-    name: str
-    bytes: int
-    sha256: str
-    index_sha256: str
-    blocks: int
-    documents: int
-    tokens: int
-    source_tokens: int
-    text_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +165,10 @@ class Manifest:
 
     def body(self) -> dict[str, Any]:
         """All fields but `sha256`, as JSON has them."""
-        values = asdict(self)
-        del values["sha256"]
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "sha256"}
         if not self.masked:
             del values["masked"]
-        values["shards"] = [dict(shard) for shard in values["shards"]]
-        return values
+        return values | {"options": dict(self.options), "shards": [shard._asdict() for shard in self.shards]}
 
     def computed_sha256(self) -> str:
         return hashlib.sha256(canonical_json(self.body())).hexdigest()
@@ -223,11 +206,11 @@ class Manifest:
         if values.keys() != names:
             odd = ", ".join(sorted(values.keys() ^ names))
             raise DataError(f"{where} is damaged: fields missing or unknown: {odd}. {remedy}")
-        try:
-            shards = tuple(ShardEntry(**shard) for shard in values.pop("shards"))
-        except TypeError as error:
-            raise DataError(f"{where} is damaged: a shard entry is not whole ({error}). {remedy}") from None
-        manifest = cls(**values, shards=shards, sha256=stored)
+        shards = shard_entries(values["shards"])
+        if shards is None:
+            wanted = ", ".join(ShardEntry._fields)
+            raise DataError(f"{where} is damaged: a shard entry is not whole ({wanted}, of their types). {remedy}")
+        manifest = cls(**values | {"shards": shards}, sha256=stored)
         if manifest.blocks < 1 or manifest.blocks != sum(shard.blocks for shard in shards):
             raise DataError(f"{where} is damaged: blocks={manifest.blocks} is not what its shards sum to. {remedy}")
         return manifest
@@ -249,7 +232,15 @@ def read_manifest(store: Store) -> Manifest:
             f"`pretrain data build INPUT --out {store.url} --tokenizer tokenizer.json`, or correct the path "
             "(a build with a validation split has train/ and validation/ below its --out)."
         ) from None
-    return Manifest.from_json(data, f"{store.url}/{MANIFEST_NAME}")
+    where = f"{store.url}/{MANIFEST_NAME}"
+    with collector_paused():
+        try:
+            return Manifest.from_json(data, where)
+        except DataError:  # it may only have come damaged, as a block may
+            again = store.get(MANIFEST_NAME)
+            if again == data:
+                raise
+            return Manifest.from_json(again, where)
 
 
 # --------------------------------------------------------------------------------------------- index

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pretrain.data.build_stages import StageRunner
-from pretrain.data.format import INDEX_SUFFIX, MANIFEST_NAME, Manifest, ShardEntry
+from pretrain.data.format import INDEX_SUFFIX, MANIFEST_NAME, Manifest
 from pretrain.data.packing import WINDOW_DOCUMENTS
 from pretrain.data.part import PartList
 from pretrain.data.progress import ProgressTeller
+from pretrain.data.shard_entries import ShardEntry
 from pretrain.data.shard_writer import summed_manifest
 from pretrain.data.stage_pack import row_limits
 from pretrain.errors import DataError

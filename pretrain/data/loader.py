@@ -39,7 +39,7 @@ from pretrain.errors import DataError
 from pretrain.sequence import Batch
 from pretrain.topology import World
 
-_SHORT_STEPS, _SHORT_STEPS_TOKENS = 16, 2**18  # local and small: 6 MB ahead
+_SHORT_STEPS, _SHORT_STEPS_TOKENS = 32, 2**18  # local and small: 6 MB ahead
 _OBJECTIVES_WITHOUT_CHANCE = ("causal_lm", "seq2seq")  # a key per row would take a seventh of the time
 
 

@@ -83,5 +83,6 @@ def _feistel(values: U64, bits: int, keys: U64) -> U64:
 
 def _permute_by_ranks(positions: I64, size: int, keys: U64) -> I64:
     elements = np.arange(1, size + 1, dtype=np.uint64) * _GOLDEN
-    order = np.argsort(_finalise(keys[:, None] + elements[None, :]), axis=1, kind="stable")
-    return np.take_along_axis(order, positions[:, None], axis=1)[:, 0].astype(np.int64)
+    distinct, which = np.unique(keys, return_inverse=True)  # many rows share a key, and sorting is what takes time
+    order = np.argsort(_finalise(distinct[:, None] + elements[None, :]), axis=1, kind="stable")
+    return order[which, positions].astype(np.int64)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,13 +19,15 @@ from pretrain.config.batches import batches_of, longest_batch
 from pretrain.config.capacity import row_capacity
 from pretrain.config.schema import BatchConfig, RunConfig, SourceConfig
 from pretrain.data.batch import BatchShape
-from pretrain.data.blocks import BlockReader, PairBlock, TokenBlock
+from pretrain.data.blocks import BlockReader, PairBlock, TokenBlock, is_remote
 from pretrain.data.cache import BlockCache
+from pretrain.data.fetch import Fetcher
 from pretrain.data.format import Manifest, read_manifest
 from pretrain.data.objective import I64, PackedRow, seq2seq_row
 from pretrain.data.objectives import NEED_SPECIAL_IDS, TokenObjective, causal_objective, token_objective
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError
+from pretrain.log import Log
 from pretrain.sequence import IGNORED_LABEL
 from pretrain.store import open_store
 
@@ -156,7 +159,7 @@ def open_sources(
     for name in sorted(named):
         field = f"data.{section}.{name}"
         store = open_store(named[name].path)
-        manifest = read_manifest(store)
+        manifest = Fetcher(store, is_remote=is_remote(store), log=Log()).patiently(partial(read_manifest, store))
         _check_fit(manifest, config, field, wanted)
         reader = BlockReader(store, manifest, name=name, kept_blocks=kept_blocks, cache=cache)
         objectives = [token_objective(config, manifest, field, special_ids, row_tokens=length) for length in lengths]

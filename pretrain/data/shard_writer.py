@@ -23,10 +23,10 @@ from pretrain.data.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     Manifest,
-    ShardEntry,
     ShardIndex,
     shard_name,
 )
+from pretrain.data.shard_entries import ShardEntry
 from pretrain.errors import DataError, StoreError
 
 _TAR_BLOCK = 512

@@ -9,7 +9,6 @@ whole documents in rows, the shard's tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -50,7 +49,7 @@ def write_shard(store: Store, out: Store, common: dict[str, Any], item: dict[str
 
     target.put_stream(shard.name, _joined(blocks()))
     target.put(shard.name + INDEX_SUFFIX, shard.index())
-    return asdict(shard.entry())
+    return shard.entry()._asdict()
 
 
 def _joined(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:

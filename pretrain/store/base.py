@@ -92,8 +92,9 @@ class Store(Protocol):
 class ListsSizes(Protocol):
     """A store that may tell the sizes of many files at one look."""
 
-    def sizes(self, prefix: str = "") -> dict[str, int] | None:
-        """Bytes of each file right below the folder `prefix`, by name; None where the storage cannot list (HTTP)."""
+    def sizes(self, prefix: str = "", *, suffix: str = "") -> dict[str, int] | None:
+        """Bytes of each file right below the folder `prefix` whose name ends so, by name; None where the storage cannot
+        list (HTTP)."""
 
 
 def checked_key(key: str, *, empty: bool = False) -> str:

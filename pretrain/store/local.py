@@ -151,12 +151,13 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
-    def sizes(self, prefix: str = "") -> dict[str, int] | None:
+    def sizes(self, prefix: str = "", *, suffix: str = "") -> dict[str, int] | None:
         folder = self._folder(prefix)
         with _explained("list", folder):
             try:
                 with os.scandir(folder) as entries:
-                    return {entry.name: entry.stat().st_size for entry in entries if not entry.is_dir()}
+                    mine = (entry for entry in entries if entry.name.endswith(suffix) and not entry.is_dir())
+                    return {entry.name: entry.stat().st_size for entry in mine}
             except (FileNotFoundError, NotADirectoryError):
                 return {}
 

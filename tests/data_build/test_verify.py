@@ -183,6 +183,8 @@ def _rewrite(path: Path, change: Callable[[dict[str, object]], None]) -> None:
         (lambda body: body.pop("pad_id"), "fields missing or unknown: pad_id"),
         (lambda body: body.update(extra=1), "fields missing or unknown: extra"),
         (lambda body: body["shards"][0].pop("bytes"), "a shard entry is not whole"),
+        (lambda body: body["shards"][0].update(colour="red"), "a shard entry is not whole"),
+        (lambda body: body["shards"][0].update(bytes="many"), "a shard entry is not whole"),
         (lambda body: body.update(blocks=1), "blocks=1 is not what its shards sum to"),
     ],
 )

@@ -280,6 +280,7 @@ def test_of_many_shards_all_sizes_are_checked_at_open_and_an_index_when_it_is_us
         assert isinstance(content, TokenBlock)
         assert content.ids[:64].tolist() == documents[block]
     (tmp_path / "00003.tar.idx").write_bytes(bytes((tmp_path / "00003.tar.idx").stat().st_size))
+    (tmp_path / "00004.tar.idx").write_bytes((tmp_path / "00004.tar.idx").read_bytes()[:-8])
     (tmp_path / "00005.tar.idx").unlink()
     (tmp_path / "00011.tar").unlink()
     with (tmp_path / "00012.tar").open("ab") as file:
@@ -289,3 +290,5 @@ def test_of_many_shards_all_sizes_are_checked_at_open_and_an_index_when_it_is_us
         BlockReader(store, manifest)
     with pytest.raises(DataError, match=r"00003\.tar\.idx is damaged"):
         reader.read(3)
+    with pytest.raises(DataError, match=r"00004\.tar\.idx is damaged"):
+        reader.read(4)

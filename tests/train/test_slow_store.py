@@ -13,11 +13,12 @@ from tests.tiny import build_tiny, steps_of
 from tests.train.rank_programs import trainings
 
 FAULTS = {0: "error", 2: "drop", 4: "short", 5: "stall"}  # by number of the GET, modulo 7
+MANIFEST_FAULTS = ("error", "short", "drop", "")
 OUTAGE_AT, OUTAGE_S = 20, 1.0
 
 
 def test_a_failing_server_delays_two_ranks_and_changes_nothing(tmp_path: Path) -> None:
-    tiny = build_tiny(tmp_path)
+    tiny = build_tiny(tmp_path, documents=60)  # fewer rows than the run reads: all blocks are fetched
     met: list[str] = []
     down_until = [0.0]
 
@@ -25,12 +26,14 @@ def test_a_failing_server_delays_two_ranks_and_changes_nothing(tmp_path: Path) -
         if number == OUTAGE_AT:
             down_until[0] = time.monotonic() + OUTAGE_S
         kind = "error" if time.monotonic() < down_until[0] else FAULTS.get(number % 7, "")
+        if path.endswith("manifest.json"):
+            kind = MANIFEST_FAULTS[min(sum(path in one for one in met), len(MANIFEST_FAULTS) - 1)]
         met.append(f"{kind} {path}")
         return kind
 
     with files_over_http(tiny.folder) as server:
         server.fault, server.stall_s = fault, 1.5
-        common = ["schedule.total_steps=10", "checkpoint.every_steps=10"]
+        common = ["schedule.total_steps=20", "checkpoint.every_steps=20"]
         source = f"data.sources.text.path={server.url}/text/train"
         remote = [source if "data.sources" in one else one for one in tiny.decoder(*common)]
         remote.append(f"data.cache={tmp_path / 'cache'}")
@@ -42,7 +45,7 @@ def test_a_failing_server_delays_two_ranks_and_changes_nothing(tmp_path: Path) -
             assert [result.value for result in results] == [[0], [0]], results[0].output[-3000:]
             asked.append(met[before:])
     local, remote_steps, cached = (steps_of(tmp_path / name) for name in ("local", "remote", "cached"))
-    assert list(local) == list(range(1, 11))
+    assert list(local) == list(range(1, 21))
     for step, record in local.items():
         for field in ("loss", "gradient_norm", "data_digest", "tokens"):
             assert remote_steps[step][field] == cached[step][field] == record[field], (step, field)
