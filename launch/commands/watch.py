@@ -9,9 +9,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "watch",
         help="watch a run on the terminal",
-        description="Shows state, progress, loss, speed, where the time goes, attempts, checkpoints and faults of a "
-        "run until it ends, refreshed in place; a line per news where the output is no terminal. Only reads the "
-        "run's directory.",
+        description="Shows the facts of the run's page in the dashboard (state, curves, where the time goes, data, "
+        "attention, norms, ranks, checkpoints, attempts, faults) until the run ends, refreshed in place; a line per "
+        "news where there is no terminal. Only reads the run's directory.",
     )
     parser.add_argument("run", metavar="RUN", help="name or path of the run")
     parser.add_argument("--every", type=_seconds, default=1.0, help="seconds between two looks (default 1)")

@@ -42,11 +42,14 @@ _TILES = (
     "step_s",
     "data_wait_s",
     "skipped_steps",
+    "rollbacks",
+    "masked_rows",
     "forward_s",
     "backward_s",
     "optimizer_s",
     "host_bytes",
     "allocated_bytes",
+    "reserved_bytes",
     "straggling",
     "memory_copy_step",
 )
@@ -74,7 +77,7 @@ def run_facts(reader: RunReader) -> dict[str, Any]:
         "tables": _tables(reader),
         "warnings": reader.warnings,
         "heat": heat_map(reader),
-        "samples": sorted(reader.run.store.list("samples"))[-50:],
+        "samples": sorted(reader.run.store.list("samples"), key=lambda key: key.rpartition("-")[2])[-50:],
         "pictures": sorted(name for name in reader.run.store.list("plots") if name.endswith(".png")),
         "profiles": sorted(reader.run.store.list("profiles")),
     }

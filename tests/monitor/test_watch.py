@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pty
 import re
@@ -13,10 +14,13 @@ from pathlib import Path
 import pytest
 
 from launch import cli
+from launch.monitor.facts import run_facts
 from launch.monitor.reader import RunReader
-from launch.monitor.terminal import kept_values, render, sparkline
+from launch.monitor.terminal import render
+from launch.monitor.watch_app import WatchApp
+from launch.monitor.watch_panels import kept_values, sparkline
 from pretrain.rundir import RunDirectory, this_process
-from tests.monitor.journals import Journal, step
+from tests.monitor.journals import Journal, step, validation
 from tests.monitor.runs import add_events, write_run
 from tests.monitor.test_ledger import calm
 
@@ -36,15 +40,62 @@ def living(home: Path) -> Path:
 def test_the_picture_says_state_step_loss_time_attempts_and_faults(tmp_path: Path) -> None:
     reader = RunReader(cli_run(living(tmp_path)))
     reader.refresh()
-    lines = render(reader, 80, time.time(), colour=False)
+    lines = render(reader, 80, time.time())
     text = "\n".join(lines)
     assert max(map(len, lines)) <= 80
+    assert "\x1b" not in text
     assert lines[0].startswith("torn  ● running")
-    for fact in ("12/", "1m15s left", "loss       2.5000", "100 tokens/s", "goodput", "attempt    2: 2 ranks on here"):
-        assert fact in text
+    for fact in (
+        "12/",
+        "1m15s left",
+        "loss       2.5000",
+        "100 tokens/s",
+        "goodput",
+        "from step",
+        "failed: application",
+    ):
+        assert fact in text, fact
     assert "rank 1 was killed" in text
     assert "second line" not in text
     assert "step-00000010-a001" in text
+
+
+def test_the_terminal_shows_every_fact_of_the_page(tmp_path: Path) -> None:
+    """What the page's tiles and tables are made of, from a record with all tables."""
+    record = {
+        **step(9, 8, 1.0), "tokens": 123_456, "mfu": 0.41, "hfu": 0.52, "peak_flops": 2e12, "forward_s": 0.31,
+        "backward_s": 0.42, "optimizer_s": 0.13, "host_bytes": 4e9, "allocated_bytes": 7e9, "reserved_bytes": 8e9,
+        "gradient_norm": 1.25, "learning_rate": 3e-4, "skipped_steps": 2, "rollbacks": 1, "masked_rows": 3,
+        "straggling": 1.5, "memory_copy_step": 7, "warnings": ["decoder.1 head 2 is near uniform (entropy 0.997)"],
+        "sources": {"prose": {"loss": 2.25, "share": 0.75, "planned_share": 0.8, "epochs": 0.5}},
+        "objectives": {"span": {"loss": 3.125}},
+        "layers": {"layers.0": {"parameter_norm": 11.5, "update_norm": 0.0125, "activation_rms": 1.75}},
+        "attention": {"decoder.1": {"entropy_fraction": 0.875, "lowest_entropy_fraction": 0.5,
+                                    "highest_entropy_fraction": 0.997, "largest_score": 17.5, "top_share": 0.625}},
+        "ranks": {"own_s": [0.3, 0.3, 0.9]},
+    }  # fmt: skip
+    journal = Journal().at(0, "created").at(0, "attempt_started", attempt=1, ranks=3, host="here", why="first start")
+    saved = {"checkpoint": "step-00000005-a001", "bytes": 12_300_000, "stall_s": 0.25, "write_s": 1.5}
+    journal.at(8, "committed", attempt=1, step=5, **saved)
+    run = write_run(tmp_path, "all", journal.events, {1: [record, validation(9.5, 8, 0.25)]}, holder=this_process())
+    run.store.put("samples/prompts-00000008.jsonl", b'{"prompt": "the cat", "text": "sat on\\nthe mat"}\n')
+    reader = RunReader(run)
+    reader.refresh()
+    text = re.sub(" +", " ", "\n".join(render(reader, 160, time.time())))
+    for fact in (
+        "123k seen", "text at step 8: loss 2.5", "gradient norm 1.25", "rate 0.0003",
+        "time 1.00s: data wait 0.00s, forward 0.31s, backward 0.42s, optimizer 0.13s",
+        "MFU 41.0 %, HFU 52.0 % of 2 TFLOP/s a rank",
+        "memory host 4.0GB, allocated 7.0GB, reserved 8.0GB",
+        "skipped steps 2, rollbacks 1, rows masked in the last step 3",
+        "warning decoder.1 head 2 is near uniform", "prose 75.0 % 80.0 % 0.5 2.25", "span 3.125",
+        "decoder.1 87.5 % 50.0 % 99.7 % 17.5 62.5 %", "layers.0 11.5 0.0125 1.75", "rank 2 (x 3, 0.90s a step)",
+        "newest copy in memory: step 7", "12MB durable 0.25s 1.50s", "saved step-00000005-a001", "validation 0.25s",
+        "step 8, prompts", "prompt the cat", "text sat on the mat", "goodput",
+    ):  # fmt: skip
+        assert fact in text, (fact, text)
+    # Nothing of the page's tables is without a panel.
+    assert {"sources", "objectives", "layers", "attention"} == run_facts(reader)["tables"].keys()
 
 
 def test_curves_show_only_the_line_that_counts(tmp_path: Path) -> None:
@@ -53,13 +104,13 @@ def test_curves_show_only_the_line_that_counts(tmp_path: Path) -> None:
     assert kept_values(reader, "loss") == [3.0, 2.5]
 
 
-def test_colours_are_used_only_where_they_are_wanted(tmp_path: Path) -> None:
-    reader = RunReader(cli_run(living(tmp_path)))
+def test_curves_leave_out_a_spike_that_the_same_attempt_went_back_from(tmp_path: Path) -> None:
+    journal = Journal().at(0, "created").at(0, "attempt_started", attempt=1, ranks=1, host="here", why="first start")
+    losses = [(1, 5.0), (2, 4.0), (3, 70.0), (2, 4.1), (3, 3.0)]  # back from step 3 to step 1
+    rows = [{**step(10.0 + at, number, 1.0), "loss": loss} for at, (number, loss) in enumerate(losses)]
+    reader = RunReader(write_run(tmp_path, "spiked", journal.events, {1: rows}))
     reader.refresh()
-    plain = render(reader, 60, time.time(), colour=False)
-    painted = render(reader, 60, time.time(), colour=True)
-    assert "\x1b" not in "".join(plain)
-    assert [re.sub(r"\x1b\[\d+m", "", line) for line in painted] == plain
+    assert kept_values(reader, "loss") == [5.0, 4.1, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -86,22 +137,50 @@ def test_on_a_terminal_it_is_drawn_in_place_and_ends_with_the_run(tmp_path: Path
     path = living(tmp_path)
     primary, secondary = pty.openpty()
     command = [sys.executable, "-m", "launch.cli", "watch", str(path), "--every", "0.1"]
-    process = subprocess.Popen(command, stdout=secondary, stdin=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"})
+    terminal = {"stdin": secondary, "stdout": secondary, "stderr": secondary}
+    process = subprocess.Popen(command, **terminal, env={**os.environ, "TERM": "xterm"}, start_new_session=True)
     os.close(secondary)
     seen = b""
     try:
-        seen = _read_until(primary, b"Ctrl-C leaves", 20.0)
-        assert seen.startswith(b"\x1b[?1049h")
+        seen = _read_until(primary, b"leave; the run goes on", 20.0)
+        assert b"\x1b[?1049h" in seen
         event = Journal().at(30, "completed", step=12).events[0]
         add_events(cli_run(path), [type(event)(event.kind, event.t, 1, 99, event.fields)])
         seen += _read_until(primary, b"\x1b[?1049l", 10.0)
+        seen += _read_until(primary, b"completed", 10.0)  # the last picture stays below
         assert process.wait(timeout=10) == 0
     finally:
         process.kill()
         process.wait()
         os.close(primary)
-    assert b"completed" in seen
     assert b"\x1b[?25h" in seen
+
+
+def test_the_app_scrolls_turns_light_and_is_left_by_a_key(tmp_path: Path) -> None:
+    async def look() -> None:
+        reader = RunReader(cli_run(living(tmp_path)))
+        app = WatchApp(reader, 0.1)
+        async with app.run_test(size=(100, 16)) as pilot:
+            for _ in range(200):
+                await pilot.pause(0.02)
+                if app.shown:
+                    break
+            page = app.query_one("#page")
+            assert [panel.title for panel in app.shown][:3] == ["", "curves", "a step"]
+            assert page.scroll_y == 0
+            await pilot.press("G")
+            assert page.scroll_y == page.max_scroll_y > 0
+            await pilot.press("g", "j")
+            assert page.scroll_y == 1
+            await pilot.press("t")
+            assert app.theme == "textual-light"
+            picture = app.export_screenshot()
+            assert "torn" in picture
+            assert "running" in picture
+            await pilot.press("q")
+        assert app.return_code == 0
+
+    asyncio.run(look())
 
 
 def test_an_interval_out_of_range_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

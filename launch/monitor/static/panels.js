@@ -168,7 +168,7 @@ export function heads(facts) {
   const rows = Object.entries(facts.tables.attention || {});
   if (!rows.length) return null;
   return el("section", { class: "card scroll", "aria-label": "Attention" }, el("h2", {}, "Attention of a document of the last look"),
-    table(["layer", "entropy / uniform", "least", "most", "largest score", "most fixed head"], rows.map(([name, row]) => [name, percent(row.entropy_fraction), percent(row.lowest_entropy_fraction),
+    table(["layer", "entropy / uniform", "least", "most", "largest score", "most fixed"], rows.map(([name, row]) => [name, percent(row.entropy_fraction), percent(row.lowest_entropy_fraction),
       percent(row.highest_entropy_fraction), number(row.largest_score, 3), percent(row.top_share)])));
 }
 
