@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from pretrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from pretrain.generate.attention import Inspection
-    from pretrain.metrics.attention_plot import EntropyGrid, HeadPicture
 
 DESCRIPTION = """\
 Draws attention maps and the entropy of every head for a text, and warns of heads that collapsed to near-uniform or to
@@ -50,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from launch.trained import tokenizer_of
     from pretrain.checkpoint import newest_checkpoint, read_weights
     from pretrain.generate.attention import inspect_attention
+    from pretrain.generate.attention_picture import draw_inspection
     from pretrain.generate.load import load_model
-    from pretrain.metrics.attention_plot import draw_attention
     from pretrain.rundir import RunDirectory
 
     directory = RunDirectory.locate(args.run)
@@ -59,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.checkpoint or newest_checkpoint(directory.checkpoints)
     model = load_model(config, read_weights(directory.checkpoints, name), f"{directory.url}/checkpoints/{name}")
     found = inspect_attention(model, config.model, tokenizer_of(directory, config), args.prompt, args.target)
-    heads = _pictures(found, _layers_to_draw(found, args.layer))
-    picture = draw_attention(f"{directory.name}, {name}", _entropies(found), heads)
+    picture = draw_inspection(f"{directory.name}, {name}", found, _layers_to_draw(found, args.layer))
     if args.out is None:
         key = f"plots/attention-{name}.png"
         directory.store.put(key, picture)
@@ -101,35 +98,15 @@ def _layers_to_draw(found: Inspection, asked: list[str] | None) -> list[str]:
     Raises:
         UserError: a layer that the model does not have.
     """
+    from pretrain.generate.attention_picture import last_layers
+
     names = [item.name for item in found.maps]
     if asked is None:
-        return list({name.partition(".")[0]: name for name in names}.values())
+        return last_layers(found)
     unknown = [name for name in asked if name not in names]
     if unknown:
         raise UserError(f"--layer={unknown[0]} does not exist. This model has {', '.join(names)}. Name one of them.")
     return asked
-
-
-def _pictures(found: Inspection, layers: list[str]) -> list[HeadPicture]:
-    from pretrain.metrics.attention_plot import HeadPicture
-
-    return [
-        HeadPicture(f"{item.name} head {head}", item.weights[head].numpy(), *found.labels(item))
-        for name in layers
-        for item in found.maps
-        if item.name == name
-        for head in range(item.weights.shape[0])
-    ]
-
-
-def _entropies(found: Inspection) -> EntropyGrid:
-    from pretrain.metrics.attention_plot import EntropyGrid
-
-    known = {(fact.layer, fact.head): fact.entropy_fraction for fact in found.facts}
-    return EntropyGrid(
-        [item.name for item in found.maps],
-        [[known.get((item.name, head), math.nan) for head in range(item.weights.shape[0])] for item in found.maps],
-    )
 
 
 def _write(path: Path, picture: bytes) -> str:

@@ -5,7 +5,7 @@ run?name=N                                       one run; curves and logs apart
 curves?runs=A,B&fields=loss,mfu&x=step&low=&high=&points=&smooth=
 config?runs=A,B                                  every field of the configs
 log?name=N&key=logs/attempt-001/rank-00000.log   the end of a log
-sample?name=N&key=samples/step-00000200.jsonl    what the model wrote at a validation
+sample?name=N&key=samples/prompts-00000200.jsonl what the model wrote for the prompts (step-…: for the held-out pairs)
 documents?name=N&step=S&rows=16                  what a step was computed from
 fields                                           units and meanings
 """
@@ -25,7 +25,7 @@ from pretrain.metrics.definitions import STEP_FIELDS, metric_of
 
 MOST_RUNS = 8
 MOST_ROWS = 256
-_SAMPLE = re.compile(r"samples/step-\d+\.jsonl")
+_SAMPLE = re.compile(r"samples/(step|prompts)-\d+\.jsonl")
 _PICTURE = re.compile(r"plots/[\w.-]+\.png")
 _LOG = re.compile(r"logs/(controller\.log|attempt-\d+/rank-\d+\.log)")
 

@@ -145,6 +145,15 @@ def _eval_rules(evaluation: EvalConfig, data: DataConfig) -> list[str]:
     ]
 
 
+def _sample_rules(evaluation: EvalConfig, model: AnyModelConfig) -> list[str]:
+    if evaluation.samples is None or model.layout != "encoder":
+        return []
+    return [
+        f"eval.samples does not fit model.family={model.family}. An encoder continues nothing. "
+        "Remove it or change model.family."
+    ]
+
+
 def _translation_rules(evaluation: EvalConfig, model: AnyModelConfig) -> list[str]:
     if evaluation.translation is None or model.layout == "encoder_decoder":
         return []
@@ -263,6 +272,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("model", "objective", "batch", "data"), _position_rules),
     (("eval", "data"), _eval_rules),
     (("eval", "model"), _translation_rules),
+    (("eval", "model"), _sample_rules),
     (("model",), model_rules),
     (("model",), rope_rules),
     (("model",), learned_position_rules),

@@ -312,6 +312,21 @@ class TranslationEvalConfig(Section):
     )
 
 
+class SamplesEvalConfig(Section):
+    """What the model writes for some prompts inside the run, for people to look at; rank 0 writes, on its CPU."""
+
+    prompts: list[Text] = setting("texts to continue; sources of encoder-decoders", resume="free", min_length=1)
+    every_steps: PositiveInt = setting("steps between samples; the last step has them as well", resume="free")
+    max_tokens: PositiveInt = setting("tokens of a text at most", resume="free", default=64)
+    temperature: NonNegativeReal = setting("divides the logits; 0 means greedy", resume="free", default=0.8)
+    top_p: PositiveReal = setting(
+        "only the most likely tokens whose probability reaches it", resume="free", default=0.95, le=1.0
+    )
+    attention_maps: Flag = setting(
+        "draw what the heads look at in the first prompt, as plots/attention-step-….png", resume="free", default=False
+    )
+
+
 class EvalConfig(Section):
     """Validation inside the run; it never disturbs training state."""
 
@@ -323,6 +338,9 @@ class EvalConfig(Section):
     )
     translation: TranslationEvalConfig | None = setting(
         "translations of held-out pairs with their scores; none means never", resume="free", default=None
+    )
+    samples: SamplesEvalConfig | None = setting(
+        "what the model writes for some prompts; none means never", resume="free", default=None
     )
 
 

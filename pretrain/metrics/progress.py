@@ -22,6 +22,8 @@ def format_progress(record: Mapping[str, Any], total_steps: int) -> str:
                 f"validation {source}: loss {_number(values.get('loss'), '.3f')}"
                 f"  bits/byte {_number(values.get('bits_per_byte'), '.3f')}"
             )
+        if not record["validation"]:
+            parts.append("samples written")
         return "  ".join(parts)
     if "loss" in record:
         loss = record["loss"]

@@ -46,6 +46,7 @@ from pretrain.train.memory import MemorySaver, open_memory_tier
 from pretrain.train.own_work import OwnWork
 from pretrain.train.profiler import StepProfiler
 from pretrain.train.reporter import Reporter
+from pretrain.train.samples import Samples, write_samples
 from pretrain.train.saving import Saver
 from pretrain.train.state import TrainingState
 from pretrain.train.step_times import StepTimes
@@ -190,9 +191,13 @@ class Training:
         self.rollback_s += time.perf_counter() - started
 
     def measures_due(self, step: int, *, last: bool) -> tuple[str, ...]:
-        """What is measured after this step: losses of held-out rows, translations of held-out pairs."""
+        """What is done after this step: losses of held-out rows, translations of held-out pairs, samples."""
         wanted = self.config.eval
-        every = {"losses": wanted.every_steps, "translation": wanted.translation and wanted.translation.every_steps}
+        every = {
+            "losses": wanted.every_steps,
+            "translation": wanted.translation and wanted.translation.every_steps,
+            "samples": wanted.samples and wanted.samples.every_steps,
+        }
         return tuple(name for name, steps in every.items() if steps and (last or step % steps == 0))
 
     def measure(self, state: TrainingState, measures: tuple[str, ...]) -> None:
@@ -225,6 +230,27 @@ class Training:
                 self.place.run.store.put(f"samples/step-{state.step:08d}.jsonl", lines.encode())
             found = {"bleu": scores.bleu, "chrf": scores.chrf, "sentences": scores.sentences}
             self._record_validation(state, {"translation": found}, started)
+        if "samples" in measures:
+            started = time.perf_counter()
+            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step, collective=True)
+            alive = functools.partial(self.place.heartbeat.phase, "eval", state.step)
+            engine, config, world = self.engine, self.config, self.place.world
+            written = write_samples(engine, config, self.tokenizer, world, state.step, beat, alive, self._asked_to_end)
+            if written is None:
+                return
+            if world.is_main:
+                self._keep_samples(state.step, written)
+            self._record_validation(state, {}, started)
+
+    def _keep_samples(self, step: int, written: Samples) -> None:
+        """Puts them into the run's directory; a store that refuses costs a warning."""
+        self.place.guard()
+        try:
+            self.place.run.store.put(f"samples/prompts-{step:08d}.jsonl", written.lines.encode())
+            if written.maps is not None:
+                self.place.run.store.put(f"plots/attention-step-{step:08d}.png", written.maps)
+        except StoreError as error:
+            self.place.log.warning(f"samples are not kept: {error}")
 
     def _asked_to_end(self) -> bool:
         """Whether any rank was. A collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -62,7 +63,8 @@ def test_a_resumed_run_repeats_the_untouched_one_bit_for_bit_and_validation_dist
     # A constant rate, because the cosine of 4 steps is another curve than that of 8.
     common = ["engine.precision=bf16", "schedule.kind=constant", "schedule.warmup_steps=2"]
     whole = tiny.decoder("name=whole", *common, "schedule.total_steps=8")
-    first = tiny.decoder("name=parts", *common, "schedule.total_steps=4", "eval.every_steps=1")
+    samples = ['eval.samples.prompts=["the cat"]', "eval.samples.every_steps=1", "eval.samples.attention_maps=true"]
+    first = tiny.decoder("name=parts", *common, "schedule.total_steps=4", "eval.every_steps=1", *samples)
     rest = tiny.decoder("name=parts", *common, "schedule.total_steps=8", "eval.every_steps=3", "--resume", "must")
     _train(2, tmp_path, whole, first)
     _train(2, tmp_path, rest)  # in processes of its own: a resume waits for those of the attempt before
@@ -74,6 +76,42 @@ def test_a_resumed_run_repeats_the_untouched_one_bit_for_bit_and_validation_dist
     assert _weights(tmp_path, "parts") == _weights(tmp_path, "whole")
     (change,) = [e for e in RunDirectory.locate(str(tmp_path / "parts")).events() if e.kind == "config_changed"]
     assert any("schedule.total_steps" in line and "4" in line and "8" in line for line in change.fields["changes"])
+
+
+def test_samples_are_what_the_weights_of_the_step_write_at_stage_3_and_an_impossible_one_ends_nothing(tiny, tmp_path):
+    from launch.trained import open_trained
+    from pretrain.generate.sampling import SamplingOptions
+    from pretrain.generate.text import generate_text
+
+    prompts = ["the cat sees", "a red", "the " * 200]  # the last has more tokens than are allowed for
+    given = [f"eval.samples.prompts={json.dumps(prompts)}", "eval.samples.every_steps=3", "eval.samples.temperature=0"]
+    given += ["eval.samples.max_tokens=12", "eval.samples.attention_maps=true", "engine.zero_stage=3",
+              "checkpoint.ram_every_steps=2"]  # fmt: skip
+    _train(
+        2,
+        tmp_path,
+        tiny.decoder(
+            "name=writes", "model.positions=learned", "model.max_length=64", "checkpoint.every_steps=3", *given
+        ),
+    )
+    run = RunDirectory.locate(str(tmp_path / "writes"))
+    assert run.store.names("samples") == [f"prompts-{step:08d}.jsonl" for step in (3, 6, 8)]
+    for name in list_checkpoints(run.checkpoints):
+        lines = run.store.get(f"samples/prompts-{name.step:08d}.jsonl").splitlines()
+        told = [json.loads(line) for line in lines]
+        assert [entry["prompt"] for entry in told] == prompts
+        trained = open_trained(str(tmp_path / "writes"), checkpoint=name.name)
+        for entry in told[:2]:
+            text = generate_text(trained.writer, entry["prompt"], sampling=SamplingOptions(), max_tokens=12).text
+            assert entry["text"] == text != ""
+        assert "positions" in told[2]["error"]
+    assert run.store.get("plots/attention-step-00000008.png").startswith(b"\x89PNG")
+    records = steps_of(tmp_path / "writes")
+    assert records.keys() == set(range(1, 9))
+    copies = {step: record["memory_copy_step"] for step, record in records.items()}
+    known = {step: copied for step, copied in copies.items() if copied is not None}
+    assert known
+    assert all(copied in (2, 4) and copied < step for step, copied in known.items())
 
 
 def test_the_learning_rate_depends_on_optimizer_steps_only(tiny, tmp_path):

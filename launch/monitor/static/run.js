@@ -121,12 +121,12 @@ class Samples {
     this.node.hidden = !keys.length;
     if (!keys.length || keys.join() === this.keys) return;
     this.keys = keys.join();
-    this.choice.replaceChildren(...keys.toReversed().map((key) => el("option", { value: key }, `step ${Number(key.match(/\d+/)[0])}`)));
+    this.choice.replaceChildren(...keys.toReversed().map((key) => el("option", { value: key }, `step ${Number(key.match(/\d+/)[0])}, ${key.includes("prompts") ? "prompts" : "held-out pairs"}`)));
     this.load();
   }
 
   async load() {
     const { samples } = await ask("sample", { name: this.name, key: this.choice.value });
-    this.rows.replaceChildren(...samples.map((sample) => el("div", { class: "document" }, Object.entries(sample).map(([name, text]) => [el("div", { class: "note" }, name), el("pre", {}, String(text))]))));
+    this.rows.replaceChildren(...samples.map((sample) => el("div", { class: "document" }, Object.entries(sample).flatMap(([name, text]) => [el("div", { class: "note" }, name), el("pre", {}, String(text))]))));
   }
 }
