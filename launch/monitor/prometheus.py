@@ -16,24 +16,35 @@ from launch.monitor.ledger import Kind
 from launch.monitor.reader import LIVING, RunReader
 from launch.monitor.runs_view import MOST_READERS, RunsView
 from pretrain.errors import PretrainError
+from pretrain.metrics.definitions import RUN_FIELDS
 from pretrain.metrics.series import SERIES as RECORD_SERIES
 from pretrain.metrics.series import Samples, add_record, format_samples
+
+RUN_SERIES = {
+    "pretrain_total_steps": "total_steps",
+    "pretrain_attempt": "attempts",
+    "pretrain_checkpoint_step": "checkpoint_step",
+    "pretrain_checkpoint_timestamp_seconds": "checkpoint_committed_at",
+    "pretrain_checkpoint_bytes": "checkpoint_bytes",
+    "pretrain_checkpoint_whole": "checkpoint_verified",
+    "pretrain_faults_total": "faults",
+    "pretrain_restarts_total": "restarts",
+    "pretrain_restart_seconds_total": "restart_s",
+    "pretrain_spent_seconds": "spent_s",
+    "pretrain_goodput_ratio": "goodput",
+}
+"""Facts of whole runs by series: their meanings are those of the registry."""
 
 # name -> type, help
 SERIES = {
     "pretrain_up": ("gauge", "1 while the runs can be listed"),
     "pretrain_home_free_ratio": ("gauge", "free part of the disk that the runs are on; local homes only"),
     "pretrain_run_state": ("gauge", "1 for the state that a run is in"),
-    "pretrain_total_steps": ("gauge", "optimizer steps of the whole run"),
-    "pretrain_attempt": ("gauge", "number of the last attempt"),
+    **{
+        series: ("counter" if series.endswith("_total") else "gauge", RUN_FIELDS[field].meaning)
+        for series, field in RUN_SERIES.items()
+    },
     **RECORD_SERIES,
-    "pretrain_checkpoint_step": ("gauge", "step of the last committed checkpoint"),
-    "pretrain_checkpoint_timestamp_seconds": ("gauge", "when the last checkpoint was committed, Unix time"),
-    "pretrain_checkpoint_bytes": ("gauge", "size of the last committed checkpoint"),
-    "pretrain_faults_total": ("counter", "faults by cause"),
-    "pretrain_restarts_total": ("counter", "attempts after the first, by the cause of the end before them"),
-    "pretrain_spent_seconds": ("gauge", "where the time since the run's creation went"),
-    "pretrain_goodput_ratio": ("gauge", "part of the wall time in which steps that count were computed"),
 }
 _STATUS = {
     "step": "pretrain_step",
@@ -100,10 +111,16 @@ def _add_reader(samples: Samples, reader: RunReader, run: dict[str, str]) -> Non
         cause = str(event.fields.get("cause") or "unknown")
         faults[cause] = faults.get(cause, 0) + 1
     ledger = reader.ledger()
-    restarts = dict.fromkeys(CAUSES, 0)
+    restarts, spent_s = dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES, 0.0)
     for restart in ledger.restarts:
         restarts[restart.cause] = restarts.get(restart.cause, 0) + 1
-    for series, counts in (("pretrain_faults_total", faults), ("pretrain_restarts_total", restarts)):
+        spent_s[restart.cause] = spent_s.get(restart.cause, 0.0) + restart.seconds
+    by_cause: dict[str, Mapping[str, float]] = {
+        "pretrain_faults_total": faults,
+        "pretrain_restarts_total": restarts,
+        "pretrain_restart_seconds_total": spent_s,
+    }
+    for series, counts in by_cause.items():
         samples.setdefault(series, []).extend(({**run, "cause": cause}, float(n)) for cause, n in counts.items())
     committed = reader.of_kind("committed")
     if committed:
@@ -114,8 +131,16 @@ def _add_reader(samples: Samples, reader: RunReader, run: dict[str, str]) -> Non
             "bytes": "pretrain_checkpoint_bytes",
         }
         _add(samples, names, last, run)
+        problem = reader.checkpoint_problems().get(str(last.get("checkpoint")), "pruned")
+        samples.setdefault("pretrain_checkpoint_whole", []).append((run, float(not problem)))
     for kind in Kind:
         spent = ({**run, "kind": str(kind)}, ledger.seconds.get(kind, 0.0))
         samples.setdefault("pretrain_spent_seconds", []).append(spent)
     if ledger.goodput is not None:
         samples.setdefault("pretrain_goodput_ratio", []).append((run, ledger.goodput))
+
+
+def format_run_series_table() -> str:
+    """Every series that is of no record as a Markdown table, for `docs/metrics.md`."""
+    rows = [f"| `{name}` | {meaning} |" for name, (_, meaning) in SERIES.items() if name not in RECORD_SERIES]
+    return "\n".join(["| series | meaning |", "|---|---|", *rows])

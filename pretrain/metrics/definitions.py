@@ -156,6 +156,32 @@ ATTENTION_FIELDS = _registry(
     ("top_share", "1", "weight that the most fixed head gives to one position; above 0.95 it collapsed"),
 )
 
+RUN_FIELDS = _registry(
+    "journal and records",
+    ("total_steps", "steps", "optimizer steps of the whole run", "config"),
+    ("attempts", "count", "number of the last attempt"),
+    ("wall_s", "s", "since the run's creation, up to now while it lives"),
+    ("spent_s", "s", "where that time went, by kind (see the ledger); the kinds add up to it"),
+    ("goodput", "1", "part of the wall time in which steps that count were computed"),
+    ("goodput_without_idle", "1", "the same without the time in which nobody trained the run"),
+    ("faults", "count", "faults by cause: application, node, hang"),
+    ("restarts", "count", "attempts after the first, by the cause of the end before them"),
+    ("restart_s", "s", "what a restart cost: notice, end, wait, spawn, load, first step, and rework"),
+    ("checkpoint_step", "steps", "step of the last committed checkpoint"),
+    ("checkpoint_committed_at", "s", "when it was committed, Unix time; its age is the time since then"),
+    ("checkpoint_bytes", "bytes", "its size, all ranks' files", "manifest"),
+    ("checkpoint_tier", "text", "durable (a directory or object store), or memory of the nodes"),
+    ("checkpoint_stall_s", "s", "how long the loop stood still for it"),
+    ("checkpoint_write_s", "s", "from then until it was published"),
+    (
+        "checkpoint_verified",
+        "text",
+        "whether it is whole: its sizes match, an attempt has read every byte, or what is wrong",
+        "manifest",
+    ),
+)
+"""Facts of a whole run, which no record holds: they are computed from its directory whenever somebody looks."""
+
 TABLES = {
     "validation": VALIDATION_FIELDS,
     "sources": SOURCE_FIELDS,
@@ -173,6 +199,7 @@ _TITLES = {
     "`ranks`: one value per rank": RANK_FIELDS,
     "`layers`: every metrics.layers_every_steps": LAYER_FIELDS,
     "`attention`: with the layers, per attention": ATTENTION_FIELDS,
+    "Facts of a run: `pretrain report`, the page, Prometheus": RUN_FIELDS,
 }
 
 

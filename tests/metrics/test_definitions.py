@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from launch.monitor.prometheus import format_run_series_table
 from pretrain.metrics.definitions import STEP_FIELDS, TABLES, format_tables
 from pretrain.metrics.series import SERIES, format_series_table
 
@@ -28,6 +29,7 @@ def test_the_dashboard_draws_only_fields_that_are_defined() -> None:
 
 def test_every_series_of_prometheus_is_a_field_and_the_table_of_the_docs_has_it() -> None:
     assert format_series_table() in (ROOT / "docs" / "metrics.md").read_text()
+    assert format_run_series_table() in (ROOT / "docs" / "metrics.md").read_text()
     for name, (kind, meaning) in SERIES.items():
         assert name.startswith("pretrain_")
         assert kind == "gauge"

@@ -75,6 +75,9 @@ def test_a_living_run_has_every_series_and_an_ended_one_its_state(home: Path) ->
     assert sum(spent) == pytest.approx(100.0, abs=5.0)
     assert {name for name, _ in found} <= set(SERIES)
     assert found["pretrain_restarts_total", 'run="alive",cause="application"'] == 1
+    assert 9 < found["pretrain_restart_seconds_total", 'run="alive",cause="application"'] < 25
+    assert found["pretrain_restart_seconds_total", 'run="alive",cause="node"'] == 0
+    assert found["pretrain_checkpoint_whole", 'run="alive"'] == 0  # the journal tells of one that is not there
 
 
 def test_promtool_finds_nothing_wrong_with_series_rules_and_config(home: Path) -> None:
