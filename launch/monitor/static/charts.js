@@ -1,5 +1,5 @@
 // Curves on uPlot: one chart per field, all of one page zoomed, smoothed and overlaid together.
-import { ask, count, css, duration, el, number } from "./format.js";
+import { ask, bytes, count, css, duration, el, number } from "./format.js";
 
 const brief = (value) => (Math.abs(value) < 1 ? `${number(1000 * value, 3)} ms` : duration(value));
 const GROUPS = [
@@ -12,8 +12,8 @@ const GROUPS = [
   { title: "model FLOPs utilisation", field: "mfu", show: (value) => `${(100 * value).toFixed(1)} %` },
   { title: "step time", field: "step_s", show: brief },
   { title: "where a step's time goes", many: ["data_wait_s", "forward_s", "backward_s", "optimizer_s"], unit: "s", show: brief },
-  { title: "host memory", field: "host_bytes", show: count },
-  { title: "device memory", many: ["allocated_bytes", "reserved_bytes"], unit: "bytes", show: count },
+  { title: "host memory", field: "host_bytes", show: bytes },
+  { title: "device memory", many: ["allocated_bytes", "reserved_bytes"], unit: "bytes", show: bytes },
   { title: "own work, slowest rank / median", field: "straggling" },
   { title: "loss by source", table: "sources", value: "loss", log: true },
   { title: "share of rows by source", table: "sources", value: "share", also: "planned_share" },
@@ -75,7 +75,7 @@ export class Charts {
     const asked = (this.asked = {});
     const [low, high] = this.zoom || ["", ""];
     const answer = await ask("curves", { runs: this.runs.join(","), fields: GROUPS.flatMap((group) => this.fields(group)).join(","), x: this.x,
-      low, high, points: 1200, smooth: SMOOTH[this.smooth] });
+      low, high, points: Math.round(Math.min(1200, 2400 / this.runs.length)), smooth: SMOOTH[this.smooth] });
     this.meanings ??= await ask("fields");
     if (this.asked !== asked) return;
     this.answer = answer;
@@ -115,9 +115,10 @@ export class Charts {
         return;
       }
       if (!found.kept[0].length) return;
-      if (this.lost && found.lost) lines.push({ label: `${name} discarded`.trim(), line: found.lost, stroke: css("--faint"), width: 1, dash: [4, 3] });
+      if (this.lost && found.lost) lines.push({ label: `${name} discarded`.trim(), line: found.lost, lost: true, stroke: css("--faint"), width: 1, dash: [4, 3] });
       const soft = Boolean(found.smooth) && !group.exact;
-      lines.push({ label: soft ? `${name} each step`.trim() : name || "value", line: found.kept, stroke: soft ? `${main}55` : main, width: soft ? 1 : 1.7,
+      const crowd = soft && this.runs.length > 2; // of many runs the smoothed lines alone can be told apart
+      if (!crowd) lines.push({ label: soft ? `${name} each step`.trim() : name || "value", line: found.kept, stroke: soft ? `${main}55` : main, width: soft ? 1 : 1.7,
         points: found.kept[0].length === 1 });
       if (soft) lines.push({ label: name || "mean", line: found.smooth, stroke: main, width: 2 });
     });
@@ -159,7 +160,8 @@ export class Charts {
       axes: [{ ...axis, size: 34, values: (u, marks) => marks.map((mark) => this.x === "hours" ? number(mark) : count(mark)) },
         { ...axis, size: 62, values: (u, marks) => marks.map((mark) => (mark == null ? "" : show(mark))) }],
       series: [{ label: this.x, value: (u, at) => (at == null ? "–" : this.x === "step" ? at : number(at)) },
-        ...lines.map((line) => ({ label: line.label, stroke: line.stroke, width: line.width, dash: line.dash,
+        // A spike that was undone leaves the frame instead of flattening the line that counts.
+        ...lines.map((line) => ({ label: line.label, auto: !line.lost || this.x === "hours", stroke: line.stroke, width: line.width, dash: line.dash,
           points: { show: Boolean(line.points), size: 6, fill: line.stroke },
           value: (u, at) => (at == null ? "–" : show(at)) }))],
       cursor: { sync: { key: "curves" }, drag: { x: true, y: false, setScale: false },
@@ -173,7 +175,7 @@ export class Charts {
     }, this.data(group, lines), box);
     plot.over.addEventListener("click", () => {
       const at = plot.cursor.idx;
-      if (this.x === "step" && at != null) this.node.dispatchEvent(new CustomEvent("pick", { detail: plot.data[0][at] }));
+      if (this.x === "step" && at != null) this.node.dispatchEvent(new CustomEvent("pick", { detail: Math.round(plot.data[0][at]) }));
     });
     const entry = { plot, card, shape, box, shown: value };
     this.plots.set(keyOf(group), entry);

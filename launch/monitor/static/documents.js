@@ -13,7 +13,7 @@ export class Documents {
 
   async show(step, most = 16) {
     this.step.value = step;
-    this.note.textContent = "reading …";
+    this.note.textContent = "reading … (some seconds the first time)";
     const asked = (this.asked = {});
     let answer;
     try {
@@ -31,7 +31,7 @@ export class Documents {
 
   row(row) {
     const where = `row ${row.row}, ${row.source}, epoch ${row.epoch}, ${row.shard}, block ${row.block}${row.masked ? ", masked" : ""}`;
-    return el("details", { open: true }, el("summary", {}, where, el("small", {}, ` ${row.documents.length} documents`)),
+    return el("details", { open: true }, el("summary", {}, where, el("small", {}, ` ${row.documents.length} document${row.documents.length === 1 ? "" : "s"}`)),
       ...row.documents.map((part) => el("div", { class: "document" },
         el("div", { class: "note" }, `${part.origin}${part.line ? `:${part.line}` : ""}, ${count(part.num_tokens)} tokens${part.begins && part.ends ? "" : ", a part"}`),
         part.source_text != null && el("pre", {}, `> ${part.source_text}`), el("pre", {}, part.text + (part.cut ? " …" : "")))));

@@ -11,6 +11,9 @@ export function count(value) {
   return value.toFixed(Number.isInteger(value) || Math.abs(value) >= 99.5 ? 0 : 1);
 }
 
+export const bytes = (value) => (value == null ? "–" : `${count(value).replace("B", "G")}B`);
+export const flops = (value) => (value >= 1e12 ? `${number(value / 1e12, 3)} TFLOP/s` : `${number(value / 1e9, 3)} GFLOP/s`);
+
 export function number(value, digits = 4) {
   if (value == null) return "–";
   if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(1);

@@ -39,7 +39,7 @@ export class Overview {
     if (!this.data) return;
     const runs = this.shown();
     const living = this.data.runs.filter((run) => ["running", "restarting"].includes(run.state)).length;
-    this.summary.textContent = `${this.data.runs.length} runs, ${living} running` +
+    this.summary.textContent = `${this.data.runs.length} run${this.data.runs.length === 1 ? "" : "s"}, ${living} running` +
       (this.data.reading ? `, ${this.data.reading} still being read` : "");
     this.compare.textContent = this.chosen.size > 1 ? `Overlay ${this.chosen.size} runs` : "Choose runs to overlay";
     this.compare.disabled = this.chosen.size < 2;

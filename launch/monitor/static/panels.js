@@ -1,5 +1,5 @@
 // Parts of a run's page that are made anew from its facts: tiles, ledger, timeline, attempts, events, config.
-import { ago, bar, clock, count, duration, el, kindColour, number, percent, state } from "./format.js";
+import { ago, bar, bytes, clock, count, duration, el, flops, kindColour, number, percent, state } from "./format.js";
 
 const PHASES = ["notice", "end", "wait", "spawn", "load", "first step"];
 
@@ -11,8 +11,8 @@ export function tiles(facts) {
     ["loss", number(status.loss)],
     bits && [`bits/byte, ${bits[0]}`, number(bits[1].bits_per_byte)],
     ["tokens/s", count(status.tokens_per_second)],
-    values.mfu != null && ["MFU", percent(values.mfu), `of ${count(values.peak_flops)}FLOP/s a rank${values.hfu > values.mfu ? `; with recomputation ${percent(values.hfu)}` : ""}`],
-    values.host_bytes != null && ["host memory", `${count(values.host_bytes)}B`],
+    values.mfu != null && ["MFU", percent(values.mfu), `of ${flops(values.peak_flops)} a rank${values.hfu > values.mfu ? `; with recomputation ${percent(values.hfu)}` : ""}`],
+    values.host_bytes != null && ["host memory", bytes(values.host_bytes)],
     facts.living ? ["time left", duration(values.eta_s)] : ["tokens seen", count(values.tokens)],
     ["goodput", percent(ledger.goodput)],
     ["attempts", String(status.attempt || "–")],
@@ -161,7 +161,7 @@ export function checkpoints(facts) {
   const copy = facts.values.memory_copy_step;
   return el("section", { class: "card scroll", "aria-label": "Checkpoints" }, el("h2", {}, "Checkpoints", copy != null ? el("small", {}, ` newest copy in memory: step ${copy}`) : ""),
     table(["checkpoint", "age", "size", "tier", "stall", "written in", "verified"], facts.checkpoints.slice(-12).toReversed().map((saved) => [saved.checkpoint, ago(saved.t),
-      saved.bytes ? `${count(saved.bytes)}B` : "–", saved.tier, saved.stall_s == null ? "–" : duration(saved.stall_s), saved.write_s == null ? "–" : duration(saved.write_s), saved.verified])));
+      saved.bytes ? bytes(saved.bytes) : "–", saved.tier, saved.stall_s == null ? "–" : duration(saved.stall_s), saved.write_s == null ? "–" : duration(saved.write_s), saved.verified])));
 }
 
 export function heads(facts) {
