@@ -6,6 +6,7 @@ dashboard too) and the page are asked; when it has stopped, its ledger and its r
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -20,13 +21,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from launch import cli
+from launch.monitor.reader import RunReader
 from launch.monitor.server import DashboardServer
+from launch.monitor.watch_app import WatchApp
 from launch.session import RANK_COMMAND_VARIABLE, controlled, hold_run
 from pretrain.config import load_config
 from pretrain.log import Log
-from pretrain.metrics.definitions import unknown_fields
+from pretrain.metrics.definitions import RANK_FIELDS, STEP_FIELDS, TABLES, unknown_fields
 from pretrain.rundir import RunDirectory
 from tests.launch.nodes import ProcessNodes
 from tests.monitor.prometheus_server import FILES, QUERIES, ask, prometheus
@@ -130,6 +134,45 @@ def test_the_records_show_stall_slow_rank_spike_and_kill(planted: Planted) -> No
     assert tenth["attention"].keys() == {"decoder.0", "decoder.1"}
 
 
+def test_a_real_run_writes_every_field_of_the_registry_that_this_machine_has(planted: Planted) -> None:
+    known = set(STEP_FIELDS) | {f"{table}.{name}" for table, fields in TABLES.items() for name in fields}
+    known |= {f"ranks.{name}" for name in RANK_FIELDS}
+    seen: set[str] = set()
+    for path in sorted((planted.home / "planted" / "metrics").glob("*.jsonl")):
+        for record in map(json.loads, path.read_text().rpartition("\n")[0].splitlines()):
+            seen |= {name for name, value in record.items() if value is not None} - TABLES.keys() - {"ranks"}
+            seen |= {f"ranks.{name}" for name in record.get("ranks", {})}
+            for table in TABLES:
+                for row in record.get(table, {}).values():
+                    seen |= {f"{table}.{name}" for name, value in row.items() if value is not None}
+    elsewhere = {"memory_copy_step"}  # with copies in memory: tests/train/test_runs
+    elsewhere |= {"objectives.loss", "objectives.target_tokens"}  # with ul2: tests/train/test_step_watch
+    elsewhere |= {"validation.bleu", "validation.chrf", "validation.sentences"}  # of pairs: tests/train/test_pairs
+    cuda = {"allocated_bytes", "reserved_bytes", "ranks.allocated_bytes", "ranks.reserved_bytes"}
+    assert known - seen - {"warnings"} == elsewhere | (set() if torch.cuda.is_available() else cuda)
+    assert seen <= known
+
+
+def test_the_terminal_shows_what_the_page_shows(planted: Planted) -> None:
+    async def look() -> tuple[str, str]:
+        app = WatchApp(RunReader(planted.run), 0.5)
+        async with app.run_test(size=(110, 60)) as pilot:
+            deadline = time.monotonic() + 60
+            while not app.shown and time.monotonic() < deadline:
+                await pilot.pause(0.05)
+            await pilot.pause()
+            text = "\n".join(" ".join(panel.lines) for panel in app.shown)
+            return " ".join(text.split()), app.export_screenshot()
+
+    text, picture = asyncio.run(look())
+    for fact in (f"rolled back at step {SPIKE}", "application fault in attempt 1", "the fault is of the data",
+                 "data wait", "rework", "decoder.1", "layers.0", "rank 1 (x ", "durable", "sizes match",
+                 "rollbacks 1", "running"):  # fmt: skip
+        assert fact in text, (fact, text)
+    if os.environ.get("SCREENSHOTS"):
+        Path(os.environ["SCREENSHOTS"], "watch.svg").write_text(picture)
+
+
 def test_speed_and_tokens_go_on_after_the_restart(planted: Planted) -> None:
     first, second = planted.records(1), planted.records(2)
     counted = {record["step"]: record["tokens"] for record in first}  # of a step done twice the later record
@@ -170,7 +213,7 @@ def test_the_page_shows_them(planted: Planted, server: DashboardServer, browser:
         assert fact in text, fact
     for field in ("data_wait_s,forward_s,backward_s,optimizer_s", "sources.loss", "layers.update_norm"):
         assert page.locator(f'[data-field="{field}"] canvas').count() == 1, field
-    # The spike is drawn, though it was discarded: the axis reaches to it.
+    # The spike is drawn, though it was discarded; the frame is that of the line that counts.
     spike = max(record["loss"] for record in planted.records(1))
     drawn = page.request.get(f"{server.url}api/curves?runs=planted&fields=loss").json()["curves"]["planted"]["loss"]
     assert max(value for value in drawn["lost"][1] if value is not None) == pytest.approx(spike)
@@ -179,6 +222,9 @@ def test_the_page_shows_them(planted: Planted, server: DashboardServer, browser:
     folder = os.environ.get("SCREENSHOTS")
     if folder:
         page.screenshot(path=f"{folder}/run.png", full_page=True)
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.close()
     assert problems == []
 

@@ -23,6 +23,7 @@ from launch.monitor.runs_view import RunsView
 from launch.monitor.server import DashboardServer
 from pretrain.errors import UserError
 from pretrain.rundir import RunDirectory
+from pretrain.store import open_store
 from tests.monitor.journals import Journal, step
 from tests.monitor.runs import write_run
 from tests.monitor.test_ledger import calm
@@ -37,7 +38,7 @@ class Answer:
 
 
 @contextlib.contextmanager
-def serving(home: Path, token: str | None = None) -> Iterator[DashboardServer]:
+def serving(home: Path | str, token: str | None = None) -> Iterator[DashboardServer]:
     view = RunsView(str(home))
     with DashboardServer(("127.0.0.1", 0), view, token) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -93,6 +94,24 @@ def test_a_runs_page_has_state_ledger_attempts_and_logs(home: Path) -> None:
     assert facts["logs"] == ["logs/attempt-001/rank-00000.log"]
     assert log["text"] == "first line\nlast line\n"
     assert not facts["living"]
+
+
+def test_the_runs_of_a_bucket_are_shown_as_those_of_a_directory(home: Path) -> None:
+    url = f"memory://{home.name}/runs"
+    bucket = open_store(url)
+    for path in (home / "calm").rglob("*"):
+        if path.is_file():
+            bucket.put(str(path.relative_to(home)), path.read_bytes())
+    asked = ("/api/run?name=calm", "/api/curves?runs=calm&fields=loss", "/api/config?runs=calm",
+             "/api/log?name=calm&key=logs/attempt-001/rank-00000.log")  # fmt: skip
+    with serving(home) as server:
+        here = [get(server, path).json() for path in asked]
+    with serving(url) as server:
+        assert [run["name"] for run in get(server, "/api/runs").json()["runs"]] == ["calm"]
+        there = [get(server, path).json() for path in asked]
+    assert there[0].pop("url") == f"{url}/calm"
+    here[0].pop("url")
+    assert there == here
 
 
 def test_what_is_added_is_in_the_next_answer(home: Path) -> None:

@@ -1,10 +1,12 @@
-"""What others' resumes got wrong (cases R09 to R16): rates, schedules, dropout, ranks, stages."""
+"""What others' resumes got wrong (cases R09 to R16, M05): rates, schedules, dropout, ranks, stages."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -116,6 +118,25 @@ def test_a_run_goes_on_with_2_4_1_3_and_2_ranks_and_stages_1_3_2_0_and_1(rank_po
     assert [r["data_digest"] for r in moved.values()] == [r["data_digest"] for r in whole.values()]
     for step in range(1, 11):
         assert moved[step]["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5), step
+
+
+@pytest.mark.parametrize(("fault", "code"), [("kill", -signal.SIGKILL), ("error:EIO", 3), ("SIGTERM", 5)])
+def test_the_record_of_the_last_step_is_there_however_the_run_ends(rank_pool, tiny, tmp_path, fault, code):
+    """M05: at step 7 of 20 by SIGKILL, by an error nobody expects, by SIGTERM."""
+    plan = tmp_path / "faults.json"
+    asked = fault == "SIGTERM"
+    plan.write_text(json.dumps([{"point": "step.logged", "do": "sleep:3" if asked else fault, "nth": 7}]))
+    words = tiny.decoder("name=ends", "schedule.total_steps=20", "cluster.num_ranks=1")
+    environment = {"PRETRAIN_HOME": str(tmp_path), "PRETRAIN_FAULTS": str(plan)}
+    group = rank_pool.start(words, ranks=1, environment=environment, logs=[tmp_path / "ends.log"])
+    if asked:
+        deadline = time.monotonic() + 60
+        while not plan.with_name("faults.json.fired-0").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(group.pids[0], signal.SIGTERM)
+    assert group.wait(60.0), group.output()
+    assert group.codes == {0: code}, group.output()
+    assert list(steps_of(tmp_path / "ends")) == list(range(1, 8))
 
 
 def _newest_step(run: Path) -> int | None:

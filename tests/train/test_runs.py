@@ -104,7 +104,7 @@ def test_samples_are_what_the_weights_of_the_step_write_at_stage_3_and_an_imposs
         for entry in told[:2]:
             text = generate_text(trained.writer, entry["prompt"], sampling=SamplingOptions(), max_tokens=12).text
             assert entry["text"] == text != ""
-        assert "positions" in told[2]["error"]
+        assert "model.max_length=64" in told[2]["error"]
     assert run.store.get("plots/attention-step-00000008.png").startswith(b"\x89PNG")
     records = steps_of(tmp_path / "writes")
     assert records.keys() == set(range(1, 9))
