@@ -28,6 +28,7 @@ from pretrain.data.fetch import FetchCounts, Fetcher, Request
 from pretrain.data.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
+    SHARD_SUFFIX,
     Manifest,
     MemberSpan,
     Provenance,
@@ -66,6 +67,11 @@ class PairBlock(NamedTuple):
 def is_remote(store: Store) -> bool:
     """Whether reading it goes over a network as far as this process knows."""
     return store.local_path(MANIFEST_NAME) is None
+
+
+def _odd(name: str, found: Mapping[str, int | None], wanted: int) -> str:
+    """What is wrong with a file that is not as large as wanted."""
+    return f"{name} has {found[name]} bytes, not {wanted}" if name in found else f"{name} is missing"
 
 
 class CorruptBlockError(DataError):
@@ -203,39 +209,35 @@ class BlockReader:
     # ---------------------------------------------------------------------------------------- opening
 
     def _check_sizes(self) -> None:
-        files = {shard.name: shard.bytes for shard in self.manifest.shards}
-        if len(files) > _EAGER_SHARDS:  # their indexes are not read yet
-            row_bytes = 8 * (2 + 3 * len(self.manifest.members))
-            files |= {shard.name + INDEX_SUFFIX: shard.blocks * row_bytes for shard in self.manifest.shards}
-        found = self._sizes(files)
-        if files.items() <= found.items():  # at once, where there are many
-            return
-        problems = [
-            f"{name} is missing" if found.get(name) is None else f"{name} has {found[name]} bytes, not {wanted}"
-            for name, wanted in files.items()
-            if found.get(name) != wanted
-        ]
-        shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-        raise DataError(
-            f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(self.manifest.shards)} shards "
-            "have the sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data build`."
-        )
+        shards, row_bytes = self.manifest.shards, 8 * (2 + 3 * len(self.manifest.members))
+        found = self._sizes()
+        problems = [_odd(shard.name, found, shard.bytes) for shard in shards if found.get(shard.name) != shard.bytes]
+        if len(shards) > _EAGER_SHARDS:  # their indexes are not read yet
+            indexes = ((shard.name + INDEX_SUFFIX, shard.blocks * row_bytes) for shard in shards)
+            problems += [_odd(name, found, size) for name, size in indexes if found.get(name, -1) not in (size, None)]
+        if problems:
+            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+            raise DataError(
+                f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(shards)} shards have the "
+                "sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data build`."
+            )
 
-    def _sizes(self, files: Mapping[str, int]) -> Mapping[str, int | None]:
+    def _sizes(self) -> Mapping[str, int | None]:
         """Bytes of each file that is there: at one look where there are many and the store can. Of many indexes on a
-        disk only whether they are there: to ask for sizes takes longest of all, and `_index` checks theirs."""
-        store = self.store
-        if len(files) > _EAGER_SHARDS and isinstance(store, ListsSizes):
-            if not self.is_remote:
-                present = files.keys() & set(store.names())
-                return {name: files[name] for name in present} | (store.sizes(suffix=".tar") or {})
-            sizes = self._fetcher.patiently(store.sizes)
-            if sizes is not None:
-                return sizes
+        disk only whether they are there (None): to ask for sizes takes longest of all, and `_index` checks theirs."""
+        store, keys = self.store, [shard.name for shard in self.manifest.shards]
+        if len(keys) > _EAGER_SHARDS:
+            if isinstance(store, ListsSizes):
+                listed = self._fetcher.patiently(lambda: store.sizes(suffix=SHARD_SUFFIX))
+                if listed is not None:
+                    return listed
+            keys += [key + INDEX_SUFFIX for key in keys]
         if not self.is_remote:
-            return {key: self._size(key) for key in files}
-        with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
-            return dict(zip(files, pool.map(self._size, files), strict=True))
+            sizes = list(map(self._size, keys))
+        else:
+            with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
+                sizes = list(pool.map(self._size, keys))
+        return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
 
     def _size(self, key: str) -> int | None:
         try:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+import orjson
 
 from pretrain.data.shard_entries import ShardEntry, collector_paused, shard_entries
 from pretrain.errors import DataError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+SHARD_SUFFIX = ".tar"
 INDEX_SUFFIX = ".idx"
 END_DTYPE = "u4"
 MAX_U2_VOCABULARY = 65536
@@ -46,7 +48,7 @@ def dtype_for(vocabulary_size: int) -> TokenDtype:
 
 
 def shard_name(number: int) -> str:
-    return f"{number:05d}.tar"
+    return f"{number:05d}{SHARD_SUFFIX}"
 
 
 def member_suffixes(kind: Kind, dtype: TokenDtype, *, masked: bool = False) -> tuple[str, ...]:
@@ -187,13 +189,16 @@ class Manifest:
         """
         remedy = "Copy the source again or rebuild it with `pretrain data build`."
         try:
-            values = json.loads(data)
+            values = orjson.loads(data)
         except ValueError as error:
             raise DataError(f"{where} is damaged: not JSON ({error}). {remedy}") from None
         if not isinstance(values, dict):
             raise DataError(f"{where} is damaged: not a JSON object. {remedy}")
         stored = values.pop("sha256", None)
-        if hashlib.sha256(canonical_json(values)).hexdigest() != stored:
+        quick = orjson.dumps(values, option=orjson.OPT_SORT_KEYS)  # the canonical spelling but for a few floats
+        if all(
+            hashlib.sha256(text()).hexdigest() != stored for text in (lambda: quick, lambda: canonical_json(values))
+        ):
             raise DataError(f"{where} is damaged: its content does not match its own sha256. {remedy}")
         version = values.get("format_version")
         if version != FORMAT_VERSION:

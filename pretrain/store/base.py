@@ -7,7 +7,7 @@ with `.tmp-` (the names of files that are still being written, which no listing 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -92,9 +92,12 @@ class Store(Protocol):
 class ListsSizes(Protocol):
     """A store that may tell the sizes of many files at one look."""
 
-    def sizes(self, prefix: str = "", *, suffix: str = "") -> dict[str, int] | None:
-        """Bytes of each file right below the folder `prefix` whose name ends so, by name; None where the storage cannot
-        list (HTTP)."""
+    def sizes(self, prefix: str = "", *, suffix: str = "") -> Mapping[str, int | None] | None:
+        """Bytes of each file right below the folder `prefix`, by name; None where the storage cannot list (HTTP).
+
+        Args:
+            suffix: files with other names may come with None: where each size costs a look at the file.
+        """
 
 
 def checked_key(key: str, *, empty: bool = False) -> str:

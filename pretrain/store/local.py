@@ -11,7 +11,7 @@ import builtins
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -151,13 +151,13 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
-    def sizes(self, prefix: str = "", *, suffix: str = "") -> dict[str, int] | None:
+    def sizes(self, prefix: str = "", *, suffix: str = "") -> Mapping[str, int | None] | None:
         folder = self._folder(prefix)
         with _explained("list", folder):
             try:
                 with os.scandir(folder) as entries:
-                    mine = (entry for entry in entries if entry.name.endswith(suffix) and not entry.is_dir())
-                    return {entry.name: entry.stat().st_size for entry in mine}
+                    files = (entry for entry in entries if not entry.is_dir())
+                    return {e.name: e.stat().st_size if e.name.endswith(suffix) else None for e in files}
             except (FileNotFoundError, NotADirectoryError):
                 return {}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -164,7 +164,7 @@ class RemoteStore:
         paths = (path.rstrip("/") for path in found)
         return sorted({path[len(folder) + 1 :] for path in paths if path.startswith(folder + "/")})
 
-    def sizes(self, prefix: str = "", *, suffix: str = "") -> dict[str, int] | None:
+    def sizes(self, prefix: str = "", *, suffix: str = "") -> Mapping[str, int | None] | None:
         if is_http(self.url):
             return None
         folder = self._folder(prefix)
@@ -173,8 +173,7 @@ class RemoteStore:
                 found = self._files.ls(folder, detail=True)
             except FileNotFoundError:
                 return {}
-        files = {item["name"].rpartition("/")[2]: int(item["size"]) for item in found if item["type"] == "file"}
-        return {name: size for name, size in files.items() if name.endswith(suffix)}
+        return {item["name"].rpartition("/")[2]: int(item["size"]) for item in found if item["type"] == "file"}
 
     def local_path(self, key: str) -> Path | None:
         return None
