@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -22,6 +22,7 @@ from tests.tiny import Tiny, steps_of
 
 BOUND_S = 240.0
 _ENDS_WITHIN_S = 45.0  # after its Ray is gone; then it is killed as well
+_QUIET_S = 15.0  # from the end of the last command until nothing of it may live
 _HEAD = ("gcs_server", "raylet")
 
 
@@ -51,8 +52,7 @@ def run_head_trial(folder: Path, tiny: Tiny, reference: RunDirectory, trial: Tri
         victims = [child for child in children if child.name().startswith(_HEAD[: 1 + trial.number % 2])]
         for victim in victims:
             victim.kill()
-        _, alive = psutil.wait_procs(victims, timeout=5.0)
-        fired = bool(victims) and not alive
+        fired = bool(victims) and _await(lambda: not any(_lives(victim) for victim in victims), 5.0)
         with contextlib.suppress(subprocess.TimeoutExpired):
             train.wait(_ENDS_WITHIN_S)
         if train.poll() is None:
@@ -69,6 +69,7 @@ def run_head_trial(folder: Path, tiny: Tiny, reference: RunDirectory, trial: Tri
     if train.returncode != 0:
         problems.append(f"ended with {train.returncode}\n{(home / 'output').read_text()[-3000:]}")
     else:
+        _await(lambda: not leftovers(run, str(home), home / "memory"), _QUIET_S)
         problems += differences(reference, run, STEPS) + leftovers(run, str(home), home / "memory")
     seconds = time.monotonic() - began
     if seconds > trial.bound_s:
@@ -102,3 +103,19 @@ def _steps(home: Path) -> dict[int, object]:
     with contextlib.suppress(ValueError):  # a line that is being written
         return dict(steps_of(home / "run"))
     return {}
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Who was killed and not yet waited for by its parent does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def _await(what: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -174,8 +174,8 @@ def _s3(draw: random.Random, number: int) -> Trial:
     nth = draw.randint(2 * SAVE_EVERY + 1, STEPS)
     if upload["do"] == "kill" and upload["nth"] == 2:  # what starts then goes on behind the first save
         nth = STEPS - SAVE_EVERY
-    if upload["nth"] == 1 and upload.get("times") == 2:  # two saves fail, the third one can be read
-        nth = STEPS
+    if upload["do"] != "kill" and upload["nth"] == 1:  # the first save fails; the second one is whole a step later
+        upload["times"], nth = 1, max(nth, 2 * SAVE_EVERY + 2)
     orders: tuple[Order, ...] = (
         upload,
         {"point": "step.begins", "do": "kill", "nth": nth, "rank": 0},
