@@ -105,7 +105,7 @@ def _nodes(folder: Path, quick: bool, command: str) -> list[Result]:
     """A host of three that loses power, and one whose link is cut: the two that are left go on from memory."""
     from tests.cluster.measure import lose_hosts  # needs root: hosts are network namespaces
 
-    count = 1 if quick else 3
+    count = 1 if quick else 2
     losses = [lose_hosts(folder / f"hosts-{number}") for number in range(count)]
     return [
         Result(f"recover.{name}_to_step_s", median([loss[name] for loss in losses]), "s", "", None, count, command)

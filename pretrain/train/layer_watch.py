@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -53,9 +53,11 @@ class LayerWatch:
         """Open during the forward pass of a micro-batch."""
         handles = [layer.register_forward_hook(self._hook(name)) for name, layer in self._layers.items()]
         with ExitStack() as stack:
-            if self._wants_attention and not self._looked and batch.decoder_info.prefix is None:
+            info = batch.decoder_info
+            lengths = info.lengths[: -1 if info.padding else None]
+            if self._wants_attention and not self._looked and info.prefix is None and lengths:  # not only padding
                 self._looked = True
-                stack.enter_context(observed(self._observer(batch)))
+                stack.enter_context(observed(self._observer(lengths)))
             try:
                 yield
             finally:
@@ -125,8 +127,7 @@ class LayerWatch:
 
         return take
 
-    def _observer(self, batch: Batch) -> Any:
-        lengths = batch.decoder_info.lengths[: -1 if batch.decoder_info.padding else None]
+    def _observer(self, lengths: Sequence[int]) -> Any:
         document = max(range(len(lengths)), key=lambda place: lengths[place])
         numbers: Counter[str] = Counter()
 

@@ -22,6 +22,9 @@ def watched_steps(world: World) -> dict[str, Any]:
         engine = make_engine(config, world)
         for step in (0, 1):
             watch = LayerWatch(engine, attention=world.is_main) if step else None
+            if watch:
+                with watch.forward(empty_batch()):  # rows of nothing but padding have no document to look at
+                    pass
             batches = [micro_batch(step, j) for j in range(MICRO_BATCHES)]
             targets = sum(batch.target_tokens for batch in batches)
             mine = batches[world.rank :: world.size]
