@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from pretrain.sequence import SeqInfo
 from pretrain.topology import World
 from pretrain.train.layer_watch import LayerWatch
-from tests.engine.small import MICRO_BATCHES, empty_batch, make_engine, micro_batch, run_config
+from tests.engine.small import MICRO_BATCHES, TOKENS, empty_batch, make_engine, micro_batch, run_config
 
 RATE = 0.01
+PADDING = replace(empty_batch(), decoder_info=SeqInfo.from_lengths([TOKENS], padding=True))
 # ZeRO stage, activation checkpointing, deviation of the initial weights: with hardly any every head is flat.
 CASES = ((0, False, 0.2), (1, False, 0.2), (2, True, 0.2), (3, False, 0.2), (3, True, 0.2), (1, False, 1e-6))
 
@@ -23,7 +26,7 @@ def watched_steps(world: World) -> dict[str, Any]:
         for step in (0, 1):
             watch = LayerWatch(engine, attention=world.is_main) if step else None
             if watch:
-                with watch.forward(empty_batch()):  # rows of nothing but padding have no document to look at
+                with watch.forward(PADDING):  # it has no document to look at; the next one is looked at
                     pass
             batches = [micro_batch(step, j) for j in range(MICRO_BATCHES)]
             targets = sum(batch.target_tokens for batch in batches)
