@@ -39,7 +39,7 @@ def _registry(source: str, *rows: tuple[str, ...]) -> dict[str, Metric]:
 STEP_FIELDS = (
     _registry(
         "training state",
-        ("t", "s", "Unix time at which the record was made", "clock of rank 0"),
+        ("t", "s", "Unix time of the end of the steps or of the validation that it tells of", "clock of rank 0"),
         ("step", "steps", "optimizer steps done, this one included"),
         ("skipped_steps", "steps", "steps skipped so far in the whole run"),
         ("rollbacks", "count", "times that the run went back to a checkpoint and jumped over rows"),

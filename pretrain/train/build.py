@@ -171,7 +171,6 @@ class Training:
     def write_record(self, record: dict[str, Any]) -> None:
         """Hands a record to every sink; only rank 0 has any."""
         record = {
-            "t": time.time(),
             **record,
             "save_stall_s": self.save_stall_s,
             "rollback_s": self.rollback_s,

@@ -5,6 +5,7 @@ takes → sums of this rank; gives → their sum over the ranks, computed once h
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -51,12 +52,14 @@ class StepRecord:
 def log_step(training: Training, state: TrainingState, record: StepRecord) -> None:
     """Gathers what the ranks know of the step and hands a record to the sinks. A collective."""
     rates = training.throughput.rates(state.step, flops_left=training.flops_left(state))
+    t = time.time()  # as the clock of the steps was read: what recording takes is in the next record's steps
     times = training.times.gather(rates.step_s)
     tables = {} if record.watch is None else record.watch.tables(state.data)
     training.warn(state.step, tables.get("warnings", []))
     objective, nll, z_loss = (record._per_target(value) for value in record.reduced())
     training.write_record(
         {
+            "t": t,
             "step": state.step,
             "loss": nll,
             "objective": objective,
