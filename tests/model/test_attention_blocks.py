@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.model.attention.blocks import MIN_ROWS, TILE_LONGEST, plan_blocks, plan_tiles
+from pretrain.model.attention.blocks import MIN_ROWS, plan_blocks
 
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4)
 
@@ -54,32 +54,3 @@ def test_scores_stay_within_the_budget_whatever_the_length(length: int) -> None:
     assert all(block.rows * block.keys * 8 <= 1 << 22 or block.rows == MIN_ROWS for block in blocks)
     narrow = plan_blocks([length], [length], causal=True, window=256, num_heads=8)
     assert max(block.keys for block in narrow) <= 256 + 512
-
-
-LONG = st.lists(st.tuples(st.integers(1, 140), st.integers(1, 140)), min_size=1, max_size=30)
-
-
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(documents=LONG, same_places=st.booleans(), max_scores=st.sampled_from([1, 1 << 15, 1 << 22]))
-def test_every_document_is_in_one_tile_or_left_and_its_width_is_its_own(
-    documents: list[tuple[int, int]], same_places: bool, max_scores: int
-) -> None:
-    q_lengths, k_lengths = zip(*documents, strict=True)
-    tiles, others = plan_tiles(q_lengths, k_lengths, same_places=same_places, num_heads=2, max_scores=max_scores)
-    starts = [(sum(q_lengths[:n]), sum(k_lengths[:n])) for n in range(len(documents))]
-    found = sorted(
-        pair
-        for tile in tiles
-        for pair in zip(tile.queries.starts, tile.keys.starts, tile.queries.lengths, tile.keys.lengths, strict=True)
-    )
-    fits = [max(q, k) <= TILE_LONGEST and (q == k or not same_places) for q, k in documents]
-    assert found == sorted((*starts[n], *documents[n]) for n in range(len(documents)) if fits[n])
-    assert others == [n for n in range(len(documents)) if not fits[n]]
-    for tile in tiles:
-        for side in (tile.queries, tile.keys):
-            assert side.width % 32 == 0
-            assert all(0 <= side.width - length < 32 for length in side.lengths)
-        scores = 2 * len(tile.queries.starts) * tile.queries.width * tile.keys.width
-        assert scores <= max_scores or len(tile.queries.starts) == 1
-    alone = plan_blocks(q_lengths, k_lengths, causal=True, window=None, num_heads=2, only=others)
-    assert {block.q_start for block in alone} <= {starts[n][0] + r for n in others for r in range(q_lengths[n])}
