@@ -90,7 +90,7 @@ print(report.sources["train"][1].documents, round(time.time() - started))
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("scale", [16, 1])
+@pytest.mark.parametrize("scale", [4, 1])  # in 64 MB the tokenizer itself finds no room
 def test_a_build_of_four_times_the_memory_gives_the_same_bytes(tmp_path: Path, tokenizer_path: str, scale: int) -> None:
     """1 GB over `scale`, with text of four times that; compared with a build without a limit."""
     words = [f"w{number:05d}" for number in range(20_000)]
