@@ -73,8 +73,8 @@ def last_checkpoints(store: Store, count: int) -> list[str]:
             found.append(info)
     if not 1 <= count <= len(found):
         raise CheckpointError(
-            f"{store.url} holds {len(found)} whole checkpoints, and {count} are to be averaged. "
-            "Average at least 1, or keep more with checkpoint.keep_last."
+            f"{store.url} holds {len(found)} whole checkpoints, and {count} are to be averaged. A mean is of at least "
+            "one, and of those that are there. Ask for as many, or keep more with checkpoint.keep_last."
         )
     return [info.name for info in found[:count]]
 

@@ -84,7 +84,7 @@ def test_output_and_gradients_equal_the_float64_definition(backend: str, case: C
 @pytest.mark.parametrize("case", [*PLAIN, *RULED, *CAPPED], ids=str)
 def test_many_blocks_give_what_one_gives(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pretrain.model.attention.qblock.plan_blocks",
+        "pretrain.model.attention.blocked.plan_blocks",
         partial(plan_blocks, max_rows=3),
     )
     for name, error in errors(attend_qblock, case, torch.float64).items():

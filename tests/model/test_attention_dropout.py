@@ -83,7 +83,7 @@ CASES = [
 def test_output_and_gradients_equal_the_definition_with_the_mask_by_hand(
     case: Case, backend: str, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pretrain.model.attention.qblock.plan_blocks", partial(plan_blocks, max_rows=max_rows))
+    monkeypatch.setattr("pretrain.model.attention.blocked.plan_blocks", partial(plan_blocks, max_rows=max_rows))
     q, k, v, slopes, grad = (x.requires_grad_() for x in inputs(case, torch.float64))
     rules = case.rules(slopes)
     infos = SeqInfo.from_lengths(case.q_lengths), SeqInfo.from_lengths(case.k_lengths)

@@ -1,7 +1,7 @@
 """What a block of queries takes from a call of attention, and what it gives back: slices, mask, relative bias.
 
 A bias that depends on relative places only is held as its diagonals, [H, 2 reach - 1], and becomes a matrix
-for one block at a time; the gradients of blocks are summed along diagonals again. Shared by `qblock` and `sdpa`.
+for one block at a time; the gradients of blocks are summed along diagonals again. For `blocked` and its backends.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ def block_mask(block: Block, rules: AttentionRules, device: torch.device) -> Ten
         return None
     row = torch.arange(block.distance, block.distance + block.rows, device=device)
     return rules.allowed(row[:, None] - torch.arange(block.keys, device=device)[None, :])
+
+
+def masked_bias(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What a kernel of torch takes as its mask: [rows, keys] booleans, or [1, H, rows, keys] that are added."""
+    if bias is None:
+        return mask
+    bias = bias.to(dtype)
+    return (bias if mask is None else bias.masked_fill(~mask, -torch.inf)).unsqueeze(0)
 
 
 def reach_of(q_info: SeqInfo, k_info: SeqInfo) -> int:
