@@ -96,7 +96,6 @@ def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
         heartbeat_timeout_s=health.heartbeat_timeout_s,
         start_timeout_s=health.start_timeout_s,
         learned_deadlines=health.learned_deadlines,
-        data_timeout_s=health.data_timeout_s,
         sleepless_s=1.0,
         suspect_grace_s=1.0 if one_host else 4.0,
         standbys=cluster.standbys,

@@ -1,9 +1,11 @@
 """Which rank hangs, judged by deadlines that the run itself teaches. PURE.
 
 takes → heartbeats, stacks; gives → durations of phases, the rank over its deadline, the odd one out, a report.
-A deadline is 3 times the longest of the last steps plus 2 s; other phases have the like from their own times;
-`heartbeat_timeout_s` bounds them and holds until enough is known. Of ranks that wait for each other only those that
-are furthest behind (by the number of their collective) are judged: who waits for a slow disk of another rank hangs not.
+A hang is to be known, with all stacks, within 3 times the longest of the last steps plus 2 s. A rank that waits for
+rows says so twice a second, so its silence means the same as in a step; copies of the state have the like from their
+own times, and phases that wait for disks 10 s more. `heartbeat_timeout_s` bounds all and holds until enough is known.
+Of ranks that wait for each other only those that are furthest behind (by the number of their collective) are judged:
+who waits for a slow disk of another rank hangs not.
 Own design (DESIGN section 7).
 """
 
@@ -16,10 +18,11 @@ from dataclasses import dataclass, field
 from launch.controller.state import Beat, Cause, Fault, Limits, PhaseTimes, RankStack, RankView, RunState
 
 _STEP_PHASES = ("data", "step")
+_COMPUTING = (*_STEP_PHASES, "copy")  # nothing in them waits for a disk without saying so
 _WINDOW = 32
 _ENOUGH = 3  # durations, before they say anything
-_FACTOR, _SLACK_S = 3.0, 2.0
-_OTHER_SLACK_S = 10.0  # of phases that wait for disks: save, load, eval, record
+_FACTOR, _SLACK_S = 3.0, 1.5  # half a second of the 2 s is for the next look and for the stacks
+_DISK_SLACK_S = 10.0  # of phases that wait for disks: save, load, eval, record
 _IN_COLLECTIVE = ("distributed_c10d.py", "deepspeed/comm/")
 _OWN_FRAMES = "pretrain/train/loop.py"
 
@@ -29,7 +32,7 @@ def hear(view: RankView, beat: Beat, now: float, times: PhaseTimes) -> tuple[Ran
     first = view.first_step if view.first_step is not None or beat.phase == "start" else beat.step
     told = beat.t if beat.t is not None else now
     gap = max(0.0, told - view.beat_t) if view.beat_t else 0.0
-    step_s = view.step_s + (gap if view.phase in _STEP_PHASES else 0.0)
+    step_s = view.step_s + (gap if view.phase == "step" else 0.0)
     phase_t = view.phase_t if beat.phase == view.phase and view.phase_t else told
     if beat.phase != view.phase and view.phase not in (*_STEP_PHASES, "start") and view.phase_t:
         times = learn(times, view.phase, told - view.phase_t)
@@ -53,17 +56,12 @@ def learn(times: PhaseTimes, phase: str, seconds: float) -> PhaseTimes:
 
 def deadline_s(times: PhaseTimes, phase: str, limits: Limits) -> float:
     """How long a rank that trains may be silent in a phase."""
-    steps, known = times.seconds.get("step", ()), times.seconds.get(phase, ())
-    if not limits.learned_deadlines or len(steps) < _ENOUGH:
+    steps = times.seconds.get("step", ())
+    known = steps if phase in _STEP_PHASES else times.seconds.get(phase, ())
+    if not limits.learned_deadlines or min(len(steps), len(known)) < _ENOUGH:
         return limits.heartbeat_timeout_s
-    learned = limits.heartbeat_timeout_s
-    if phase == "step":
-        learned = _FACTOR * max(steps) + _SLACK_S
-    elif phase == "data":  # the loader gives up by itself, with a reason
-        learned = _FACTOR * max(steps) + _SLACK_S + limits.data_timeout_s
-    elif len(known) >= _ENOUGH:
-        learned = _FACTOR * max(known) + _OTHER_SLACK_S
-    return min(learned, limits.heartbeat_timeout_s)
+    slack_s = _SLACK_S if phase in _COMPUTING else _DISK_SLACK_S
+    return min(_FACTOR * max(known) + slack_s, limits.heartbeat_timeout_s)
 
 
 def find_hang(state: RunState, now: float, limits: Limits) -> Fault | None:

@@ -81,7 +81,6 @@ class Limits:
     time_limit_s: float | None = None  # from the first look until the ranks are asked to save
     standbys: bool = False  # keep a standby for every rank
     learned_deadlines: bool = False  # judge silence by the run's own times
-    data_timeout_s: float = 60.0  # the loader gives up by itself after so long
     sleepless_s: float = math.inf  # a look so much after the last one says nothing about the ranks' silence
     examine_s: float = 1.0  # wait for the stacks of all ranks before a hung attempt is killed
     straggler_factor: float = 1.5  # a rank whose own work takes so many times the others' is told

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from pretrain.errors import PretrainError, StoreError
 
+_POLL_S = 0.01  # between two looks at the progress
+
 
 @dataclass
 class SaveProgress:
@@ -59,6 +61,18 @@ class SaveHandle:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+    def watch(self, beat: Callable[[], None]) -> None:
+        """Waits as `wait` does, without its errors, and calls `beat` at each bit of progress.
+
+        A large save is slow, a stuck one is silent.
+        """
+        seen = self.progress
+        while not self.done:
+            time.sleep(_POLL_S)
+            if self.progress != seen:
+                seen = self.progress
+                beat()
 
     def cancel(self) -> None:
         """Stops waiting for other ranks; `wait` then raises unless it was published already."""

@@ -10,7 +10,7 @@ the thread that reads ahead changes nothing. A corrupt block never shifts the or
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -169,15 +169,18 @@ class Loader:
                 )
         return after
 
-    def read(self, step: int, state: DataState) -> StepData:
+    def read(self, step: int, state: DataState, waiting: Callable[[], None] | None = None) -> StepData:
         """This rank's micro-batches of the step that begins at `state`; any step, in any order.
+
+        Args:
+            waiting: called twice a second while the rows are waited for.
 
         Raises:
             CorruptBlockError: a block is damaged and data.on_corrupt is raise.
             StoreError: the storage failed, or the rows did not come within health.data_timeout_s.
             DataError: an index is damaged.
         """
-        return self._prefetcher.read(step, state)
+        return self._prefetcher.read(step, state, waiting)
 
     def describe(self) -> str:
         """The data pipeline as a tree: sources, quotas, epochs over the run, tokens."""

@@ -20,6 +20,7 @@ from pretrain.data.state import DataState
 from pretrain.errors import StoreError
 
 Value = TypeVar("Value")
+SIGN_OF_LIFE_S = 0.5  # a reader that waits for rows says so that often
 _JOIN_S = 5.0  # a thread stuck in the file system is left to die with the process
 
 
@@ -67,8 +68,11 @@ class Prefetcher(Generic[Value]):
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def read(self, step: int, state: DataState) -> Value:
+    def read(self, step: int, state: DataState, waiting: Callable[[], None] | None = None) -> Value:
         """The value of (step, state), waited for if need be; then the thread goes on with the steps after it.
+
+        Args:
+            waiting: called every `SIGN_OF_LIFE_S`, at least, while the value is waited for.
 
         Raises:
             StoreError: it did not come within the timeout.
@@ -81,14 +85,17 @@ class Prefetcher(Generic[Value]):
             deadline = time.monotonic() + self._timeout_s
             self.waited += not entry.is_done
             while not entry.is_done:
-                if not self._done.wait(max(deadline - time.monotonic(), 0)) and not entry.is_done:
+                self._done.wait(max(min(deadline - time.monotonic(), SIGN_OF_LIFE_S), 0))
+                if self._closed:
+                    raise RuntimeError("the loader was closed during a read")
+                if not entry.is_done and time.monotonic() >= deadline:
                     what = self._fetching() or "no file (the rows were being packed)"
                     raise StoreError(
                         f"the rows of step {step} did not come within health.data_timeout_s={self._timeout_s:g}. "
                         f"Being read: {what}. Look at that storage, or raise health.data_timeout_s."
                     )
-                if self._closed:
-                    raise RuntimeError("the loader was closed during a read")
+                if waiting is not None:
+                    waiting()
         if entry.error is not None:
             raise entry.error
         return cast(Value, entry.value)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from pretrain.data.objective import I64
 from pretrain.data.objectives import TokenObjective, token_objective
 from pretrain.data.order import RowOrder, SourceShape
 from pretrain.data.permutation import derive_key
+from pretrain.data.prefetch import SIGN_OF_LIFE_S
 from pretrain.data.random_stream import row_key
 from pretrain.data.raw_stream import RawLane, RawRow, deal_shards
 from pretrain.data.rows import batch_shape
@@ -186,8 +188,11 @@ class RawLoader:
         """Never needed: raw tars have no blocks that could be masked."""
         raise DataError(f"data.reading=raw masks no blocks, and {sorted(blocks)} were named.")
 
-    def read(self, step: int, state: DataState) -> StepData:
+    def read(self, step: int, state: DataState, waiting: Callable[[], None] | None = None) -> StepData:
         """This rank's micro-batches of the step that begins at `state`; any step, in any order.
+
+        Args:
+            waiting: called twice a second while the rows are waited for.
 
         Raises:
             DataError: a tar is damaged or changed, or text is not UTF-8.
@@ -196,13 +201,17 @@ class RawLoader:
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0] != state:
             ahead = (state, self._pool.submit(self._read, step, state))
-        try:
-            data, following = ahead[1].result(self._config.health.data_timeout_s)
-        except FutureTimeoutError:
-            raise StoreError(
-                f"the rows of step {step} did not come within health.data_timeout_s="
-                f"{self._config.health.data_timeout_s:g}. Look at the storage of data.sources, or raise it."
-            ) from None
+        limit_s = self._config.health.data_timeout_s
+        deadline = time.monotonic() + limit_s
+        while not wait_for([ahead[1]], min(SIGN_OF_LIFE_S, limit_s)).done:
+            if time.monotonic() >= deadline:
+                raise StoreError(
+                    f"the rows of step {step} did not come within health.data_timeout_s={limit_s:g}. "
+                    "Look at the storage of data.sources, or raise it."
+                )
+            if waiting is not None:
+                waiting()
+        data, following = ahead[1].result()
         self._following = {state: following}
         self._ahead = (following, self._pool.submit(self._read, step + 1, following))
         return data

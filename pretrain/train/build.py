@@ -178,6 +178,8 @@ class Training:
             **self.loader.fetch_record(),
         }
         self.save_stall_s = self.rollback_s = 0.0
+        if self.sinks:
+            self.place.heartbeat.phase("record", self.place.heartbeat.step)  # the disk may be slow
         for sink in self.sinks:
             sink.write(record)
 
@@ -326,7 +328,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         attempt=place.attempt,
         config=config.checkpoint,
         guard=place.guard,
-        beat=lambda: place.heartbeat.phase("save", place.heartbeat.step),
+        beat=lambda phase: place.heartbeat.phase(phase, place.heartbeat.step),
         reporter=place.reporter,
         log=log,
         memory=MemorySaver(tier, engine, place.world, attempt=place.attempt, guard=place.guard, log=log),

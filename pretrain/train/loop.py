@@ -8,6 +8,7 @@ nothing random is drawn here.
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -53,7 +54,6 @@ def train(training: Training) -> ExitCode:
 
         last = state.step == config.schedule.total_steps
         if training.log_due(state.step) or not record.outcome.applied:
-            heartbeat.phase("record", state.step, collective=True)  # a disk may be slow; nobody hangs for it
             log_step(training, state, record)
             passing("step.logged")
         finding = judge_step(training, before, record)
@@ -100,7 +100,7 @@ def _read_step(training: Training, state: TrainingState) -> tuple[TrainingState,
         passing("step.begins")
         heartbeat.phase("data", state.step, own_s=training.own_work.take())
         with training.own_work.waiting():
-            data = loader.read(state.step, state.data)
+            data = loader.read(state.step, state.data, functools.partial(heartbeat.phase, "data", state.step))
         heartbeat.phase("step", state.step, collective=True)
         agreed = agree(data, training.place.stop.reason, save_due=training.saver.time_is_up)
         passing("step.agreed")

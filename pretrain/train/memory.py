@@ -113,8 +113,12 @@ class MemorySaver:
         for name, why in self.tier.passed_over if restored is None else []:
             self._log.warning("copy in memory skipped", checkpoint=name, why=why)
 
-    def save(self, state: TrainingState) -> float:
+    def save(self, state: TrainingState, beat: Callable[[str], None]) -> float:
         """Begins a copy; gives the seconds that the caller stood still. A collective.
+
+        Args:
+            beat: called with the phase that is entered: `save` while the run's directory or an earlier copy is waited
+                for, `copy` for the copy itself.
 
         Raises:
             FencedError: a newer attempt has the run.
@@ -122,8 +126,10 @@ class MemorySaver:
         if self.tier is None:
             return 0.0
         started = time.perf_counter()
-        self._finish()
+        beat("save")
+        self._finish(lambda: beat("save"))
         self._guard()
+        beat("copy")
         self.tier.keep([self._complete] if self._complete else [])
         self._pending = save(
             self.tier.store,
@@ -138,10 +144,10 @@ class MemorySaver:
         )
         return time.perf_counter() - started
 
-    def settle(self) -> None:
-        """Waits for the copy that is under way. A collective."""
+    def settle(self, beat: Callable[[], None]) -> None:
+        """Waits for the copy that is under way, with a `beat` at each bit of its progress. A collective."""
         if self.tier is not None:
-            self._finish()
+            self._finish(beat)
 
     def go_back(self, restored: Restored) -> None:
         """Forgets every copy but the one that was restored, if it was one."""
@@ -149,11 +155,11 @@ class MemorySaver:
         if self.tier is not None:
             self.tier.keep([self._complete] if self._complete else [])
 
-    def discard(self) -> None:
+    def discard(self, beat: Callable[[], None]) -> None:
         """Gives the memory back, once the last state is durable. A collective."""
         if self.tier is None:
             return
-        self._finish()
+        self._finish(beat)
         self.tier.discard()
 
     def close(self) -> None:
@@ -161,12 +167,13 @@ class MemorySaver:
         if self.tier is not None:
             self.tier.close()
 
-    def _finish(self) -> None:
+    def _finish(self, beat: Callable[[], None]) -> None:
         """Waits for the copy that is under way on any rank; all learn whether it is complete. A collective."""
         name, problem = None, ""
         if self._pending is not None:
             name = self._pending.name
             try:
+                self._pending.watch(beat)
                 self._pending.wait()
                 if self._pending.warning:
                     self._log.warning("no second copy on the partner node", checkpoint=name, why=self._pending.warning)

@@ -20,7 +20,6 @@ from pretrain.checkpoint import (
     Selection,
     discard_after,
     prepare_copy,
-    prune,
     restore,
     save,
     start_from,
@@ -37,6 +36,7 @@ from pretrain.store import Store
 from pretrain.topology import World
 from pretrain.train.interval import IntervalAdvisor
 from pretrain.train.memory import MemorySaver
+from pretrain.train.pruning import Pruner
 from pretrain.train.reporter import Reporter
 from pretrain.train.state import TrainingState
 
@@ -59,7 +59,7 @@ class Saver:
         attempt: int,
         config: CheckpointConfig,
         guard: Callable[[], None],
-        beat: Callable[[], None],
+        beat: Callable[[str], None],
         reporter: Reporter,
         log: Log,
         memory: MemorySaver,
@@ -68,13 +68,15 @@ class Saver:
         """
         Args:
             guard: raises FencedError when this attempt may not publish any more.
-            beat: called while a wait for a save goes on, as long as the save makes progress.
+            beat: called with the phase that is entered: `save` for what waits for a disk, again at each bit of
+                progress, `copy` for the copy of the state.
             memory: the tier of copies in memory.
             failures: of earlier attempts, as rank 0 counted them.
         """
         self._checkpoints, self._engine, self._world = checkpoints, engine, world
         self._attempt, self._config = attempt, config
         self._guard, self._beat = guard, beat
+        self._pruner = Pruner(checkpoints, _retention(config), guard, log)
         self._reporter, self._log = reporter, log
         self._memory = memory
         self._handle: SaveHandle | None = None
@@ -120,7 +122,9 @@ class Saver:
             StoreError: a deletion failed.
         """
         self.settle()
-        self._memory.settle()
+        self._pruner.finish(self._waits)
+        self._memory.settle(self._waits)
+        self._beat("load")
         restored = restore(self._checkpoints, self._engine, self._world, memory=self._memory.tier, newest_step=step)
         if restored is None:
             return None
@@ -203,6 +207,7 @@ class Saver:
         """
         self.settle()
         step, losses = self._validation
+        self._beat("copy")
         handle = save(
             self._checkpoints,
             self._engine,
@@ -230,12 +235,13 @@ class Saver:
                 time.sleep(_RETRY_S)
             self.save(state)
             self.settle()
-        self._memory.discard()
+        self._pruner.finish(self._waits)
+        self._memory.discard(self._waits)
 
     def copy_to_memory(self, state: TrainingState) -> float:
         """Begins a copy into the memory tier; gives the seconds that the caller stood still. A collective."""
         self.poll()
-        return self._memory.save(state)
+        return self._memory.save(state, self._beat)
 
     def close(self) -> None:
         """Ends what serves other ranks. No collective."""
@@ -253,10 +259,12 @@ class Saver:
             StoreError: it failed, and so did too many before it.
             FencedError: a newer attempt has the run.
         """
+        self._beat("save")
+        self._pruner.finish(self._waits)
         if not self._unsettled:
             return
         if self._handle is not None:
-            self._watch(self._handle)
+            self._handle.watch(self._waits)
             self._conclude(self._handle)
         problems = sorted({text for text in gather_texts(self._problem) if text})
         name, self._unsettled, self._problem = self._unsettled, "", ""
@@ -291,11 +299,7 @@ class Saver:
         self._reporter.event(
             "committed", attempt=self._attempt, step=self.saved_step, checkpoint=handle.name, tier="durable", **cost
         )
-        try:
-            for name in prune(self._checkpoints, _retention(self._config), self._guard):
-                self._log.info("pruned", checkpoint=name)
-        except StoreError as error:  # what should have gone stays: nothing is lost but space
-            self._log.warning("old checkpoints could not be pruned", why=error)
+        self._pruner.begin()
 
     def _advise(self, handle: SaveHandle) -> None:
         self._advisor.note_save(handle.stall_s, handle.write_s)
@@ -309,14 +313,8 @@ class Saver:
         first_t, first_step = self._first_save = self._first_save or (now, step)
         return (step - first_step) / (now - first_t) if step > first_step and now > first_t else None
 
-    def _watch(self, handle: SaveHandle) -> None:
-        """Waits, with a sign of life for each bit of progress: a large save is slow, a stuck one is silent."""
-        seen = handle.progress
-        while not handle.done:
-            time.sleep(0.01)
-            if handle.progress != seen:
-                seen = handle.progress
-                self._beat()
+    def _waits(self) -> None:
+        self._beat("save")
 
 
 def _retention(config: CheckpointConfig) -> Retention:

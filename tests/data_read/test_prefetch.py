@@ -109,6 +109,22 @@ def test_a_slow_read_is_an_error_that_names_the_file_and_close_does_not_wait_for
         ahead.read(0, START)
 
 
+def test_who_waits_for_rows_says_so_until_they_come() -> None:
+    gate, signs = threading.Event(), list[float]()
+
+    def waiting() -> None:
+        signs.append(time.monotonic())
+        if len(signs) == 3:
+            gate.set()
+
+    ahead = prefetcher(lambda step, state: str(gate.wait(20)))
+    begun = time.monotonic()
+    assert ahead.read(0, START, waiting) == "True"
+    assert len(signs) >= 3
+    assert signs[0] - begun < 2  # the longest silence that three short steps and their slack allow
+    ahead.close()
+
+
 def test_no_thread_exists_before_the_first_read() -> None:
     ahead = prefetcher(lambda step, state: "")
     assert not [t for t in threading.enumerate() if t.name == "pretrain-data"]

@@ -6,6 +6,7 @@ import io
 import json
 import random
 import tarfile
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import tokenizers
 from pretrain.config import config_from_dict
 from pretrain.data.batch import sum_digests
 from pretrain.data.loader import open_loader
+from pretrain.data.raw_loader import RawLoader
 from pretrain.data.rows import open_sources
 from pretrain.data.state import DataState
 from pretrain.data.tokenizer import Tokenizer, train_bpe
-from pretrain.errors import ConfigError, DataError
+from pretrain.errors import ConfigError, DataError, StoreError
 from pretrain.topology import World
 from tests.data_read.corpus import run_config
 
@@ -199,6 +201,32 @@ def test_a_resume_with_other_lanes_batch_or_tars_is_refused(root: Path, tmp_path
     (tmp_path / "tokenizer.json").write_bytes((root / "tokenizer.json").read_bytes())
     with pytest.raises(DataError, match=r"the tar files under data\.sources .* are not the checkpoint's"):
         read(raw_config(tmp_path), tmp_path, World(), 2, 1, saved)
+
+
+def test_who_waits_for_raw_rows_says_so_and_gives_up_by_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, signs, read = threading.Event(), list[int](), RawLoader._read
+    lengths = Tokenizer.load(root / "tokenizer.json").byte_lengths()
+
+    def slow(self: RawLoader, step: int, state: DataState) -> Any:
+        gate.wait(20)
+        return read(self, step, state)
+
+    def waiting() -> None:
+        signs.append(1)
+        if len(signs) == 2:
+            gate.set()
+
+    with open_loader(raw_config(root), lengths, World()) as patient:
+        expected = patient.read(0, patient.initial_state()).digest
+    monkeypatch.setattr(RawLoader, "_read", slow)
+    with open_loader(raw_config(root), lengths, World()) as waited:
+        assert waited.read(0, waited.initial_state(), waiting).digest == expected
+        assert len(signs) >= 2
+    gate.clear()
+    with open_loader(raw_config(root, health__data_timeout_s=0.2), lengths, World()) as hasty:
+        with pytest.raises(StoreError, match=r"step 0 did not come within health\.data_timeout_s=0\.2"):
+            hasty.read(0, hasty.initial_state())
+        gate.set()
 
 
 def test_a_damaged_tar_ends_the_read_by_name(root: Path, tmp_path: Path) -> None:

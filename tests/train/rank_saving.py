@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import time
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -43,10 +44,11 @@ class Failing(LocalStore):
 
 
 class Told:
-    """Keeps the events."""
+    """Keeps the events, and the phases that the heartbeat would tell."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any, str]] = []
+        self.phases: list[str] = []
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields.get("step"), fields.get("message", "")))
@@ -60,8 +62,9 @@ def failing_saves(world: World, folder: str) -> dict[str, Any]:
     def saver(name: str, told: Told, **config: Any) -> Saver:
         return Saver(
             Failing(Path(folder) / name), engine, world, attempt=1,
-            config=CheckpointConfig(**{"every_steps": 1, "keep_last": 9, **config}), guard=nothing, beat=nothing,
-            reporter=told, log=log, memory=MemorySaver(None, engine, world, attempt=1, guard=nothing, log=log),
+            config=CheckpointConfig(**{"every_steps": 1, "keep_last": 9, **config}), guard=nothing,
+            beat=told.phases.append, reporter=told, log=log,
+            memory=MemorySaver(None, engine, world, attempt=1, guard=nothing, log=log),
         )  # fmt: skip
 
     def good(name: str) -> list[int]:
@@ -78,7 +81,8 @@ def failing_saves(world: World, folder: str) -> dict[str, Any]:
             one.save(_state(step))
             steps.append(one.saved_step)
         one.settle()
-    result["one rank"] = {"saved_step": steps, "good": good("one"), "events": told.events}
+    phases = [phase for phase, _ in itertools.groupby(told.phases)]
+    result["one rank"] = {"saved_step": steps, "good": good("one"), "events": told.events, "phases": phases}
 
     spent = saver("spent", Told(), max_save_failures=2)
     try:

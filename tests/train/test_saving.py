@@ -21,6 +21,8 @@ def test_one_rank_that_cannot_write_is_told_by_all_and_the_next_save_tries_again
         result = rank.value["one rank"]
         assert result["saved_step"] == [1, 2, 3]
         assert result["good"] == [1, 3]
+        # Three saves and what waits for the last: only the copies are judged like a step.
+        assert result["phases"] == ["save", "copy", "save", "copy", "save", "copy", "save"]
     events = pair[0].value["one rank"]["events"]
     assert [(kind, step) for kind, step, _ in events] == [("committed", 1), ("save_failed", 2), ("committed", 3)]
     assert "rank 1 failed" in events[1][2]

@@ -1,0 +1,70 @@
+"""Old checkpoints are deleted beside the loop: a store may take seconds for it, and a step has none to spare.
+
+takes → the checkpoints' store, what is kept, the guard; gives → a thread that deletes, one prune at a time. What
+cannot be deleted stays and costs a warning; a fenced attempt deletes nothing more and learns of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from pretrain.checkpoint import Retention, prune
+from pretrain.errors import FencedError, StoreError
+from pretrain.log import Log
+from pretrain.store import Store
+
+_POLL_S = 0.01
+
+
+class Pruner:
+    """Deletes what the rules of retention do not keep, on one rank."""
+
+    def __init__(self, store: Store, retention: Retention, guard: Callable[[], None], log: Log) -> None:
+        """
+        Args:
+            guard: called right before each deletion; raises FencedError when this attempt may not delete any more.
+        """
+        self._store, self._retention, self._guard, self._log = store, retention, guard, log
+        self._thread: threading.Thread | None = None
+        self._looks = 0  # deletions that were begun
+        self._fenced: FencedError | None = None
+
+    def begin(self) -> None:
+        """Deletes in the background; waits for what was begun before."""
+        self.finish()
+        self._thread = threading.Thread(target=self._prune, name="prune", daemon=True)
+        self._thread.start()
+
+    def finish(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Waits until what was begun is done.
+
+        Args:
+            beat: called at each deletion; one that hangs is silent.
+
+        Raises:
+            FencedError: a newer attempt has the run.
+        """
+        looks = self._looks
+        while self._thread is not None and self._thread.is_alive():
+            time.sleep(_POLL_S)
+            if self._looks != looks:
+                looks = self._looks
+                beat()
+        self._thread = None
+        if self._fenced is not None:
+            raise self._fenced
+
+    def _prune(self) -> None:
+        try:
+            for name in prune(self._store, self._retention, self._counted_guard):
+                self._log.info("pruned", checkpoint=name)
+        except FencedError as error:
+            self._fenced = error
+        except StoreError as error:  # what should have gone stays: nothing is lost but space
+            self._log.warning("old checkpoints could not be pruned", why=error)
+
+    def _counted_guard(self) -> None:
+        self._guard()
+        self._looks += 1
