@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,61 +18,7 @@ from pretrain.metrics.wandb_sink import WandbSink
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.metrics.home import Home, run_config
-
-
-def _records(path: Path) -> Iterator[Any]:
-    """Records of a .wandb file: 7-byte header, then LevelDB log framing in blocks of 32 KiB."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, place, partial = path.read_bytes(), 7, b""
-    assert data[:4] == b":W&B"
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-        partial += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(partial)
-            partial = b""
-            yield record
-
-
-def _read(path: Path) -> tuple[str, list[dict[str, Any]], dict[str, str]]:
-    """Run id, history rows and the x axis of each defined metric."""
-    run_id, rows, axes = "", [], {}
-    for record in _records(path):
-        kind = record.WhichOneof("record_type")
-        if kind == "run":
-            run_id = record.run.run_id
-        elif kind == "history":
-            items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-        elif kind == "metric":
-            axes[record.metric.name or record.metric.glob_name] = record.metric.step_metric
-    return run_id, rows, axes
-
-
-def _artifacts(path: Path) -> list[tuple[str, str, dict[str, Any], list[str], dict[str, Path]]]:
-    """(name, type, metadata, aliases, files) of each artifact record; the files are checked against their digests."""
-    found = []
-    for record in _records(path):
-        if record.WhichOneof("record_type") != "artifact":
-            continue
-        artifact = record.artifact
-        files = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
-        for entry in artifact.manifest.contents:
-            digest = hashlib.md5(Path(entry.local_path).read_bytes()).digest()
-            assert base64.b64decode(entry.digest) == digest
-        found.append((artifact.name, artifact.type, json.loads(artifact.metadata), list(artifact.aliases), files))
-    return found
-
-
-def _offline_files(root: Path) -> list[Path]:
-    return sorted(root.glob("wandb/offline-run-*/*.wandb"))
+from tests.metrics.wandb_files import offline_files, read_artifacts, read_history
 
 
 def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_is_dropped(
@@ -94,9 +35,9 @@ def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_i
             sink.close()
         time.sleep(1.1 if attempt == 1 else 0)  # wandb names its directories by the second
     assert capsys.readouterr() == ("", "")
-    files = _offline_files(tmp_path)
+    files = offline_files(tmp_path)
     assert len(files) == 2  # one per attempt, whatever the number of ranks
-    first, second = (_read(file) for file in files)
+    first, second = (read_history(file) for file in files)
     assert first[0] == second[0] == obtain_id(home.store)
     assert [row["step"] for row in first[1]] == list(range(1, 9))
     # The newest directory holds the whole run; steps that were repeated are there twice, marked.
@@ -116,8 +57,8 @@ def test_points_that_a_sigkill_took_from_wandb_are_sent_by_the_next_attempt(tmp_
     sink = WandbSink(run_config("offline"), home, 2)
     sink.write({"step": 5, "loss": 5.0})
     sink.close()
-    (file,) = _offline_files(tmp_path)
-    assert [(row["_step"], row["step"], row["attempt"]) for row in _read(file)[1]] == [
+    (file,) = offline_files(tmp_path)
+    assert [(row["_step"], row["step"], row["attempt"]) for row in read_history(file)[1]] == [
         *((step - 1, step, 1) for step in range(1, 6)),
         (5, 5, 2),
     ]
@@ -146,9 +87,9 @@ def test_chosen_artifacts_are_in_the_file_with_their_bytes_and_outlive_a_pruned_
     sink.close()
     for name in ("step-00000005-a001", "step-00000010-a002"):
         home.checkpoints.delete_tree(name)  # as retention does; a sync comes later
-    (file,) = _offline_files(tmp_path)
-    assert [row["step"] for row in _read(file)[1]] == [6]
-    found = _artifacts(file)
+    (file,) = offline_files(tmp_path)
+    assert [row["step"] for row in read_history(file)[1]] == [6]
+    found = read_artifacts(file)
     assert [(name, kind) for name, kind, *_ in found] == [
         ("a-run-config", "config"),
         ("a-run-tokenizer", "tokenizer"),
@@ -171,16 +112,16 @@ def test_artifacts_are_off_until_they_are_chosen_and_one_that_fails_costs_a_warn
 ) -> None:
     sink = WandbSink(run_config("offline"), _home_with_files(tmp_path / "one"), 1)
     sink.close()
-    assert _artifacts(_offline_files(tmp_path / "one")[0]) == []
+    assert read_artifacts(offline_files(tmp_path / "one")[0]) == []
     home = _home_with_files(tmp_path / "two")
     home.store.delete("tokenizer.json")
     config = run_config({"mode": "offline", "artifacts": ["tokenizer", "config"]})
     sink = WandbSink(config, home, 1)
     sink.write({"step": 1})
     sink.close()
-    (file,) = _offline_files(tmp_path / "two")
-    assert [name for name, *_ in _artifacts(file)] == ["a-run-config"]
-    assert [row["step"] for row in _read(file)[1]] == [1]
+    (file,) = offline_files(tmp_path / "two")
+    assert [name for name, *_ in read_artifacts(file)] == ["a-run-config"]
+    assert [row["step"] for row in read_history(file)[1]] == [1]
     warnings = capsys.readouterr().err
     assert warnings.count("WARNING") == warnings.count("wandb gets no more artifacts of tokenizer in this attempt") == 1
 
@@ -192,9 +133,9 @@ def test_an_export_becomes_an_artifact_of_the_same_wandb_run(tmp_path: Path) -> 
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(b"weights")
     send_export(run_config("offline"), home, model, Log(), checkpoint="step-00000010-a001")
-    (file,) = _offline_files(tmp_path / "run")
-    assert _read(file)[0] == obtain_id(home.store)
-    ((name, kind, told, _, files),) = _artifacts(file)
+    (file,) = offline_files(tmp_path / "run")
+    assert read_history(file)[0] == obtain_id(home.store)
+    ((name, kind, told, _, files),) = read_artifacts(file)
     assert (name, kind) == ("a-run-model", "model")
     assert told == {"run": "a-run", "checkpoint": "step-00000010-a001"}
     assert sorted(files) == ["config.json", "model.safetensors"]
@@ -213,8 +154,8 @@ def test_a_dead_server_costs_one_warning_and_the_records_are_kept_offline(
     sink.close()
     warnings = capsys.readouterr().err
     assert warnings.count("WARNING") == warnings.count("wandb is offline for this attempt: CommError") == 1
-    (file,) = _offline_files(tmp_path)
-    assert [row["step"] for row in _read(file)[1]] == [1, 2, 3, 4, 5]
+    (file,) = offline_files(tmp_path)
+    assert [row["step"] for row in read_history(file)[1]] == [1, 2, 3, 4, 5]
 
 
 def test_without_an_api_key_nobody_is_asked_and_the_records_are_kept_offline(
@@ -229,8 +170,8 @@ def test_without_an_api_key_nobody_is_asked_and_the_records_are_kept_offline(
     sink.close()
     warnings = capsys.readouterr().err
     assert warnings.count("WARNING") == warnings.count("offline for this attempt: UserError: no API key") == 1
-    (file,) = _offline_files(tmp_path)
-    assert [row["step"] for row in _read(file)[1]] == [1]
+    (file,) = offline_files(tmp_path)
+    assert [row["step"] for row in read_history(file)[1]] == [1]
 
 
 def test_a_directory_that_wandb_cannot_use_ends_in_one_warning(
@@ -243,7 +184,7 @@ def test_a_directory_that_wandb_cannot_use_ends_in_one_warning(
     sink.close()
     sink.write({"step": 2})
     assert capsys.readouterr().err.count("WARNING wandb is off for the rest of this attempt") == 1
-    assert _offline_files(tmp_path) == []
+    assert offline_files(tmp_path) == []
 
 
 def test_a_tracker_that_hangs_blocks_neither_write_nor_close(
