@@ -9,9 +9,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = subparsers.add_parser(
         "watch",
         help="watch a run on the terminal",
-        description="Shows the facts of the run's page in the dashboard (state, curves, where the time goes, data, "
-        "attention, norms, ranks, checkpoints, attempts, faults) until the run ends, refreshed in place; a line per "
-        "news where there is no terminal. Only reads the run's directory.",
+        description="Shows the facts of the run's page in the dashboard until the run ends, refreshed in place, on "
+        "four pages: how it stands (curves, where the time goes, data, attention, norms, ranks, checkpoints); what "
+        "happened (timeline, attempts, restarts, faults); its config and what attempts changed in it; its logs. A line "
+        "per news where there is no terminal. Only reads the run's directory.",
     )
     parser.add_argument("run", metavar="RUN", help="name or path of the run")
     parser.add_argument("--every", type=_seconds, default=1.0, help="seconds between two looks (default 1)")

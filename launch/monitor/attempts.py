@@ -68,6 +68,7 @@ class Attempt:
         lost: it vanished: neither a fault nor an end is in the journal, and another one came after it.
         late_validations: (end, seconds) of validations after its last step record.
         last_commit: (step, t) of its last checkpoint.
+        changes: of the config since the attempt before, a line each: `field: old -> new (what a resume does with it)`.
     """
 
     number: int
@@ -90,6 +91,7 @@ class Attempt:
     last_commit: tuple[int, float] | None = None
     windows: list[Window] = field(default_factory=list)
     late_validations: list[tuple[float, float]] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
 
 
 def list_attempts(
@@ -99,14 +101,15 @@ def list_attempts(
 ) -> list[Attempt]:
     """All attempts in order; `last_seen` is the last renewal of each lease."""
     attempts: list[Attempt] = []
-    committed = 0
+    changes: list[str] = []  # a resume tells them before it starts an attempt
     for event in events:
         if event.kind == EventKind.ATTEMPT_STARTED:
             attempts.append(_begin(event, first=not attempts))
+            attempts[-1].changes, changes = changes, []
+        elif event.kind == EventKind.CONFIG_CHANGED:
+            changes = [*changes, *map(str, event.fields.get("changes") or ())]
         elif attempts:
             _take(attempts[-1], event)
-        if event.kind == EventKind.COMMITTED:
-            committed = max(committed, int(event.fields.get("step") or 0))
     for place, attempt in enumerate(attempts):
         rows = records.get(attempt.number, ())
         steps = [row for row in rows if "loss" in row]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from pretrain.store import Store
 
 MOST_SPANS = 800
 SHORTEST = 2000
+MOST_EVENTS = 200  # of a kind
 MOST_CELLS = 40_000  # of a heat map
 LOG_BYTES = 65536
 _LOSS = re.compile(rb'"loss": ?(-?[0-9][0-9.e+-]*)')
@@ -69,9 +71,7 @@ def run_facts(reader: RunReader) -> dict[str, Any]:
         "attempts": [attempt_json(attempt) for attempt in reader.attempts()],
         "checkpoints": checkpoints_of(reader)[-200:],
         "validation": last_validations(reader),
-        "events": [
-            {"kind": event.kind, "t": event.t, **event.fields} for event in reader.events if event.kind in _EVENTS
-        ][-400:],
+        "events": _events(reader),
         "logs": sorted(reader.run.store.list("logs")),
         "fields": sorted({name for columns in reader.columns.values() for name in columns.fields}),
         "tables": _tables(reader),
@@ -81,6 +81,17 @@ def run_facts(reader: RunReader) -> dict[str, Any]:
         "pictures": sorted(name for name in reader.run.store.list("plots") if name.endswith(".png")),
         "profiles": sorted(reader.run.store.list("profiles")),
     }
+
+
+def _events(reader: RunReader) -> list[dict[str, Any]]:
+    """What happened, in order; the newest of each kind, so that many checkpoints leave an early fault in sight."""
+    seen: Counter[str] = Counter()
+    found = []
+    for event in reversed(reader.events):
+        seen[event.kind] += 1
+        if event.kind in _EVENTS and seen[event.kind] <= MOST_EVENTS:
+            found.append({"kind": event.kind, "t": event.t, **event.fields})
+    return found[::-1]
 
 
 def _tables(reader: RunReader) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def attempt_json(attempt: Attempt) -> dict[str, Any]:
         "last_step": attempt.windows[-1].step if attempt.windows else None,
         "kept_step": attempt.kept_step,
         "cause": attempt.cause or None,
+        "changes": attempt.changes,
     }
 
 
@@ -118,6 +119,9 @@ def format_report(reader: RunReader) -> str:
     attempts = reader.attempts()
     if attempts:
         parts += ["", _format_attempts(attempts)]
+    changed = [f"attempt {attempt.number}: {change}" for attempt in attempts for change in attempt.changes]
+    if changed:
+        parts += ["", "config changed", *(f"  {line}" for line in changed)]
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """`pretrain watch RUN`: how a run stands, refreshed in place on a terminal; a line per news elsewhere.
 
 Takes a `RunReader` → an app on a terminal (`watch_app`), lines elsewhere, with the facts of the run's page
-(`watch_panels`). Only reads the run's directory. When the app has ended, the last picture stays below.
+(`watch_panels`, `watch_history`). Only reads the run's directory. When the app has ended, the last picture stays below.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import shutil
 import sys
 import time
 
+from launch.monitor.facts import run_facts
 from launch.monitor.reader import RunReader
-from launch.monitor.watch_panels import clock, make_panels
+from launch.monitor.watch_history import history_panels
+from launch.monitor.watch_panels import clock, run_panels
 from pretrain.errors import ExitCode
 from pretrain.metrics.progress import format_count
 from pretrain.rundir import RunDirectory
@@ -40,7 +42,8 @@ def run_watch(args: argparse.Namespace) -> int:
 def render(reader: RunReader, width: int, now: float) -> list[str]:
     """The panels one below the other: at most `width` characters in a line."""
     lines: list[str] = []
-    for panel in make_panels(reader, width, now):
+    facts = run_facts(reader)
+    for panel in [*run_panels(reader, facts, width, now), *history_panels(facts, width, now)]:
         heading = f"── {panel.title} ".ljust(width, "─") if panel.title else ""
         lines += [heading] * bool(heading) + panel.lines + [""]
     return lines[:-1]
@@ -53,7 +56,7 @@ def _print_news(reader: RunReader, every_s: float) -> None:
         reader.refresh()
         for event in reader.events[told:]:
             fields = " ".join(f"{name}={value}" for name, value in event.fields.items() if name in _TOLD)
-            print(f"{clock(event.t)} {event.kind} {fields}".rstrip(), flush=True)
+            print(f"{clock(event.t, time.time())} {event.kind} {fields}".rstrip(), flush=True)
         told = len(reader.events)
         status = reader.status
         if status.loss is not None and (status.attempt, status.step) != shown:

@@ -1,7 +1,7 @@
-"""The facts of a run's page as text: what `pretrain watch` shows, panel by panel. PURE, but for what a reader reads.
+"""How a run stands, as text: the first page of `pretrain watch`, panel by panel. PURE, but for what a reader reads.
 
-Takes a refreshed `RunReader` -> panels in the order of the page, from the very facts that the page is made of
-(`run_facts`). A line is at most `width` characters long.
+Takes the facts that the run's page in a browser is made of (`run_facts`) -> panels in its order. What happened so far
+is in `watch_history`. A line is at most `width` characters long.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from launch.monitor.facts import run_facts, sample_facts
+from launch.monitor.facts import sample_facts
 from launch.monitor.reader import RunReader
 from launch.monitor.report import exact_seconds, format_bar
 from launch.tables import format_table
@@ -26,42 +26,54 @@ _STALE_S = 60.0
 _IS_PART = re.compile(r"share$|fraction$")
 _MOST_ROWS = 12  # of tables that grow with the run
 _CURVES = (("loss", "loss"), ("speed", "tokens_per_second"), ("gradient", "gradient_norm"), ("rate", "learning_rate"))
-_TABLES = frozenset(
-    {"curves", "time", "data", "objectives", "attention", "layers", "checkpoints", "attempts", "restarts"}
-)
 Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A heading and its lines; `tone` is "", "warn" or "bad"."""
+    """A heading and its lines.
+
+    Attributes:
+        tone: "", "warn" or "bad".
+        wraps: lines that are too long go on below themselves; else they end at the edge, as rows of tables do.
+        hang: where they go on.
+    """
 
     title: str
     lines: list[str]
     tone: str = ""
+    wraps: bool = True
+    hang: int = 11
+
+    def fitting(self, width: int) -> Panel:
+        """The same with lines of at most `width` characters; of texts of several lines the first counts."""
+        firsts = [line.partition("\n")[0] for line in self.lines]
+        if self.wraps:
+            indent = " " * min(self.hang, width // 2)
+            wrapped = (textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) for line in firsts)
+            fitted = [part for parts in wrapped for part in parts]
+        else:
+            fitted = [line if len(line) <= width else line[: max(0, width - 1)] + "…" for line in firsts]
+        return replace(self, lines=fitted)
 
 
-def make_panels(reader: RunReader, width: int, now: float) -> list[Panel]:
-    """All panels that have something to say."""
-    facts = run_facts(reader)
+def run_panels(reader: RunReader, facts: Facts, width: int, now: float) -> list[Panel]:
+    """How the run stands: all panels that have something to say."""
     panels = [
         Panel("", _state(facts, width, now), _tone(facts)),
-        Panel("curves", _curves(reader, facts, width)),
+        Panel("curves", _curves(reader, facts, width), wraps=False),
         Panel("a step", _step(facts)),
-        Panel("time", _time(facts)),
+        Panel("time", _time(facts), wraps=False),
         Panel("health", _health(facts), "warn" if facts["warnings"] else ""),
-        Panel("data", _sources(facts)),
-        Panel("objectives", _table(facts, "objectives", "objective", (("loss", "loss"),))),
-        Panel("attention", _attention(facts)),
-        Panel("layers", _layers(facts)),
+        Panel("data", _sources(facts), wraps=False),
+        Panel("objectives", _table(facts, "objectives", "objective", (("loss", "loss"),)), wraps=False),
+        Panel("attention", _attention(facts), wraps=False),
+        Panel("layers", _layers(facts), wraps=False),
         Panel("ranks", _ranks(facts)),
-        Panel("checkpoints", _checkpoints(facts, now)),
-        Panel("attempts", _attempts(facts, now)),
-        Panel("restarts", _restarts(facts)),
-        Panel("faults, checkpoints, changes", _events(facts)),
+        Panel("checkpoints", _checkpoints(facts, now), wraps=False),
         Panel("what the model writes", _samples(reader, facts)),
     ]
-    return [_fitting(panel, width) for panel in panels if panel.lines]
+    return [panel.fitting(width) for panel in panels if panel.lines]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -96,8 +108,10 @@ def kept_values(reader: RunReader, name: str) -> list[float]:
     return values
 
 
-def clock(t: float) -> str:
-    return datetime.fromtimestamp(t).strftime("%H:%M:%S")
+def clock(t: float, now: float) -> str:
+    """The time of day, with the date of another day than today."""
+    moment = datetime.fromtimestamp(t)
+    return moment.strftime("%H:%M:%S" if moment.date() == datetime.fromtimestamp(now).date() else "%b %d %H:%M:%S")
 
 
 def _tone(facts: Facts) -> str:
@@ -250,61 +264,6 @@ def _checkpoints(facts: Facts, now: float) -> list[str]:
     return [*lines, *format_table(head, rows).splitlines()]
 
 
-def _attempts(facts: Facts, now: float) -> list[str]:
-    rows = []
-    for each in reversed(facts["attempts"][-_MOST_ROWS:]):
-        last, kept = each["last_step"], each["kept_step"]
-        kept = last if kept is None or last is None else min(last, kept)
-        length = exact_seconds((each["ended_at"] or now) - each["started_at"])
-        outcome = f"{each['outcome']}: {each['cause']}" if each["cause"] else each["outcome"]
-        rows.append([each["attempt"], each["ranks"], each["host"], each["restored_step"], last, kept, length, outcome])
-    head = ["#", "ranks", "on", "from step", "to step", "kept to", "time", "outcome"]
-    return format_table(head, rows).splitlines() if rows else []
-
-
-def _restarts(facts: Facts) -> list[str]:
-    restarts = facts["ledger"]["restarts"][-_MOST_ROWS:]
-    if not restarts:
-        return []
-    phases = list(restarts[0]["phases"])
-    rows = []
-    for each in reversed(restarts):
-        spent = [_seconds(each["phases"][phase]) for phase in phases]
-        sums = [exact_seconds(each["rework_s"]), exact_seconds(each["seconds"])]
-        rows.append([each["attempt"], each["cause"], *spent, *sums])
-    return format_table(["to attempt", "cause", *phases, "rework", "total"], rows).splitlines()
-
-
-def _events(facts: Facts) -> list[str]:
-    return [f"{clock(event['t'])} {_told(event)}" for event in reversed(facts["events"][-_MOST_ROWS:])]
-
-
-def _told(event: Facts) -> str:
-    """An event in words, as the page has them (static/panels.js)."""
-    words: dict[str, Callable[[], str]] = {
-        "committed": lambda: f"saved {event.get('checkpoint')}",
-        "restored": lambda: f"attempt {event.get('attempt')} restored {event.get('checkpoint')}",
-        "fault": lambda: f"{event.get('cause')} fault in attempt {event.get('attempt')}: {event.get('message')}",
-        "rolled_back": lambda: (
-            f"rolled back at step {event.get('step')} to {event.get('to_step')}, "
-            f"jumps over rows {' to '.join(map(str, event.get('rows') or []))}: {event.get('why')}"
-        ),
-        "step_rerun": lambda: (
-            f"computed step {event.get('step')} again: the fault is of the {event.get('verdict')} ({event.get('why')})"
-        ),
-        "straggler": lambda: (
-            f"rank {event.get('rank')} on {event.get('host')} is slow: {event.get('median_s'):.4g} s of own work a "
-            f"step, others {event.get('others_median_s'):.4g} s"
-        ),
-        "save_failed": lambda: f"save of {event.get('checkpoint')} failed: {event.get('message')}",
-        "config_changed": lambda: f"config: {'; '.join(event.get('changes') or [])}",
-    }
-    if event["kind"] in words:
-        return words[event["kind"]]()
-    at = "" if event.get("step") is None else f" at step {event['step']}"
-    return f"{event['kind']}{at}{': ' + str(event['reason']) if event.get('reason') else ''}"
-
-
 def _samples(reader: RunReader, facts: Facts, most: int = 3) -> list[str]:
     if not facts["samples"]:
         return []
@@ -322,16 +281,6 @@ def _samples(reader: RunReader, facts: Facts, most: int = 3) -> list[str]:
 
 def _seconds(seconds: float | None) -> str | None:
     return exact_seconds(seconds) if seconds else None
-
-
-def _fitting(panel: Panel, width: int) -> Panel:
-    """Rows of tables end at the edge, sentences go on below themselves; of texts of several lines the first counts."""
-    if panel.title in _TABLES:
-        lines = [line if len(line) <= width else line[: max(0, width - 1)] + "…" for line in panel.lines]
-    else:
-        firsts = [line.splitlines()[0] for line in panel.lines]
-        lines = [part for line in firsts for part in textwrap.wrap(line, width, subsequent_indent=" " * 11)]
-    return Panel(panel.title, lines, panel.tone)
 
 
 def _bytes(value: float) -> str:
@@ -352,4 +301,4 @@ def _age(t: float | None, now: float, living: bool) -> str:
     ago = format_duration(now - t)
     if not living:
         return f"ended {ago} ago"
-    return f"last sign of life {ago} ago" if now - t >= _STALE_S else clock(t)
+    return f"last sign of life {ago} ago" if now - t >= _STALE_S else clock(t, now)

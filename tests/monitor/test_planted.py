@@ -161,7 +161,9 @@ def test_the_terminal_shows_what_the_page_shows(planted: Planted) -> None:
             while not app.shown and time.monotonic() < deadline:
                 await pilot.pause(0.05)
             await pilot.pause()
-            text = "\n".join(" ".join(panel.lines) for panel in app.shown)
+            text = "\n".join(" ".join(panel.lines) for page in app.shown.values() for panel in page)
+            marks = app.shown["history"][0].lines[0]
+            assert marks.index("1") < marks.index("↶") < marks.index("✗") < marks.index("2"), marks
             return " ".join(text.split()), app.export_screenshot()
 
     text, picture = asyncio.run(look())
@@ -211,6 +213,9 @@ def test_the_page_shows_them(planted: Planted, server: DashboardServer, browser:
     for fact in ("application fault in attempt 1", f"rolled back at step {SPIKE}", "data wait", "rework",
                  "rank 1 (×", "discarded steps", "the fault is of the data"):  # fmt: skip
         assert fact in text, fact
+    marked = page.locator("svg.time title").all_text_contents()
+    for words in (f"rolled back at step {SPIKE}", "application: rank 1", "attempt 2 starts", "step-00000005-a001"):
+        assert any(words in title for title in marked), words
     for field in ("data_wait_s,forward_s,backward_s,optimizer_s", "sources.loss", "layers.update_norm"):
         assert page.locator(f'[data-field="{field}"] canvas').count() == 1, field
     # The spike is drawn, though it was discarded; the frame is that of the line that counts.

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import cli
+from launch.monitor.facts import run_facts
 from launch.monitor.reader import RunReader
 from launch.monitor.report import exact_seconds, format_bar
 from tests.monitor.journals import Journal, step
@@ -52,6 +53,37 @@ def test_text_says_where_the_time_went_and_what_restarts_cost(torn: Path, capsys
     assert [line[1:4] for line in lines if line[:1] == ["training"]] == [["20.0s", "60.6", "%"]]
     assert ["application", "1", "11.0s", "11.0s"] in lines
     assert ["1", "2", "0", "15", "10", "20.0s", "failed"] in lines
+
+
+def test_what_a_resume_changed_in_the_config_is_told_with_its_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = Journal().at(0, "created").at(1, "attempt_started", attempt=1, ranks=1).at(9, "stopped", step=5)
+    journal.lease = 2
+    changes = ["schedule.total_steps: 5 -> 9 (applies from the next step on)", "seed: 1 -> 2 (recorded)"]
+    journal.at(20, "config_changed", changes=changes[:1]).at(21, "config_changed", changes=changes[1:])
+    journal.at(22, "attempt_started", attempt=2, ranks=1).at(23, "fault", attempt=2, cause="node")
+    journal.at(24, "attempt_started", attempt=3, ranks=1).at(30, "completed", step=9)
+    write_run(tmp_path, "changed", journal.events, {})
+    assert cli.main(["report", str(tmp_path / "changed"), "--json"]) == 0
+    attempts = json.loads(capsys.readouterr().out)["attempts"]
+    assert [attempt["changes"] for attempt in attempts] == [[], changes, []]
+    assert cli.main(["report", str(tmp_path / "changed")]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if "->" in line] == [
+        f"  attempt 2: {change}" for change in changes
+    ]
+
+
+def test_a_thousand_checkpoints_leave_an_early_fault_in_sight(tmp_path: Path) -> None:
+    journal = Journal().at(0, "created").at(1, "attempt_started", attempt=1, ranks=1)
+    journal.at(2, "fault", attempt=1, cause="node", message="early").at(3, "attempt_started", attempt=2, ranks=1)
+    for step_done in range(1, 1001):
+        journal.at(3 + step_done, "committed", attempt=2, step=step_done, checkpoint=f"step-{step_done:08d}-a002")
+    reader = RunReader(write_run(tmp_path, "long", journal.events, {}))
+    reader.refresh()
+    events = run_facts(reader)["events"]
+    assert [(event["kind"], event["t"]) for event in events[:2]] == [("fault", 1002.0), ("committed", 1804.0)]
+    assert len(events) == 201
 
 
 def test_a_name_that_is_none_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

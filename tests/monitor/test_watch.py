@@ -165,8 +165,8 @@ def test_the_app_scrolls_turns_light_and_is_left_by_a_key(tmp_path: Path) -> Non
                 await pilot.pause(0.02)
                 if app.shown:
                     break
-            page = app.query_one("#page")
-            assert [panel.title for panel in app.shown][:3] == ["", "curves", "a step"]
+            page = app.query_one("#run-page")
+            assert [panel.title for panel in app.shown["run"]][:3] == ["", "curves", "a step"]
             assert page.scroll_y == 0
             await pilot.press("G")
             assert page.scroll_y == page.max_scroll_y > 0

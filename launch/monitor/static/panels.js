@@ -56,10 +56,12 @@ export function timeline(facts) {
     `attempt ${attempt.attempt} starts: ${attempt.why}`));
   for (const saved of facts.checkpoints) svg.append(titled(mark(place(saved.t), 48, 55, "var(--k-checkpoint-stall)"),
     `${saved.checkpoint}, ${clock(saved.t)}`));
+  for (const event of facts.events.filter((each) => each.kind === "rolled_back")) svg.append(titled(mark(place(event.t), 6, 46, "var(--warn)", 3),
+    `${clock(event.t)} ${told(event)}`));
   for (const event of facts.events.filter((each) => each.kind === "fault")) svg.append(titled(mark(place(event.t), 0, 46, "var(--bad)", 3),
     `${clock(event.t)} ${event.cause}: ${event.message}`));
   return el("section", { class: "card", "aria-label": "Timeline" }, el("h2", {}, "Timeline"), svg,
-    el("div", { class: "legend" }, el("small", {}, clock(start)), legend("var(--soft)", "attempt starts"), legend("var(--bad)", "fault"),
+    el("div", { class: "legend" }, el("small", {}, clock(start)), legend("var(--soft)", "attempt starts"), legend("var(--bad)", "fault"), legend("var(--warn)", "rollback"),
       legend("var(--k-checkpoint-stall)", "checkpoint"), el("small", { style: { "margin-left": "auto" } }, clock(end))));
 }
 
@@ -74,6 +76,12 @@ export function attempts(facts) {
       return [attempt.attempt, attempt.ranks, attempt.restored_step, attempt.last_step ?? "–", kept ?? "–",
         duration((attempt.ended_at ?? Date.now() / 1000) - attempt.started_at), attempt.cause ? `${attempt.outcome}: ${attempt.cause}` : attempt.outcome];
     })));
+}
+
+export function changes(facts) {
+  const rows = facts.attempts.toReversed().flatMap((attempt) => attempt.changes.map((change) => [attempt.attempt, clock(attempt.started_at), change]));
+  if (!rows.length) return null;
+  return el("section", { class: "card scroll", "aria-label": "Config changes" }, el("h2", {}, "Config changes between attempts"), table(["from attempt", "since", "field: old → new (what that does)"], rows));
 }
 
 export function restarts(facts) {

@@ -1,7 +1,7 @@
 // The page of `pretrain report RUN --html FILE`: the parts of a run's page, from answers that lie in the file itself.
 import { Charts } from "./charts.js";
 import { el } from "./format.js";
-import { attempts, checkpoints, config, events, heads, heat, ledger, restarts, sources, tiles, timeline } from "./panels.js";
+import { attempts, changes, checkpoints, config, events, heads, heat, ledger, restarts, sources, tiles, timeline } from "./panels.js";
 
 const answers = JSON.parse(document.getElementById("answers").textContent);
 
@@ -31,7 +31,7 @@ const facts = answers.run, charts = new Charts(), log = answers.log;
 charts.runs = [facts.status.name];
 charts.rows = Object.fromEntries(Object.entries(facts.tables).map(([table, rows]) => [table, Object.keys(rows)]));
 document.getElementById("page").replaceChildren(...[tiles(facts), ledger(facts), timeline(facts), charts.node, heat(facts), sources(facts), heads(facts),
-  attempts(facts), restarts(facts), checkpoints(facts), events(facts), config(answers.config),
+  attempts(facts), changes(facts), restarts(facts), checkpoints(facts), events(facts), config(answers.config),
   log && el("details", { class: "card" }, el("summary", {}, log.key), el("pre", { class: "log" }, log.text))].filter(Boolean));
 addEventListener("themechange", () => charts.draw());
 document.addEventListener("keydown", (event) => { if (!event.target.matches("input, select") && charts.key(event)) event.preventDefault(); });

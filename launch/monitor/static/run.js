@@ -35,7 +35,7 @@ export class Run {
     if (facts.version !== this.version) {
       const open = this.below.querySelector("details[open]") !== null;
       this.below.replaceChildren(...[panels.heat(facts), el("div", { class: "pair" }, ...[panels.sources(facts), panels.heads(facts)].filter(Boolean)),
-        el("div", { class: "pair" }, panels.attempts(facts), panels.events(facts)), panels.checkpoints(facts), panels.restarts(facts), panels.pictures(facts)].filter(Boolean));
+        el("div", { class: "pair" }, panels.attempts(facts), panels.events(facts)), panels.changes(facts), panels.checkpoints(facts), panels.restarts(facts), panels.pictures(facts)].filter(Boolean));
       if (open) this.below.querySelector("details")?.setAttribute("open", "");
       this.samples.refresh(facts.samples);
       this.version = facts.version;
