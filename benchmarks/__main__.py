@@ -27,7 +27,7 @@ BENCHMARKS = {
     "plan": (1, "planned memory against measured peaks; planned speed against published training reports"),
     "metrics": (1, "what a logged step, and one with norms by layer, adds to a step of the quickstart's model"),
     "dashboard": (1, "pages and memory of the dashboard over 1,000 runs of 100,000 records"),
-    "startup": (1, "pretrain train to its first finished step, by phase"),
+    "startup": (1, "pretrain train and submit to the first finished step, by phase"),
 }
 _CHILD = "PRETRAIN_BENCHMARK_CHILD"
 
@@ -45,9 +45,7 @@ def main() -> int:
     parser.add_argument(
         "--cpu-time", action="store_true", help="CPU time on one thread instead of wall time, for a machine under load"
     )
-    parser.add_argument(
-        "--part", help="of recover: kill, hang, compiled, nodes or chaos; of step: dense, packed or ranks"
-    )
+    parser.add_argument("--part", help="one part of it alone; a wrong name is answered with the right ones")
     arguments = parser.parse_args()
     if os.environ.get(_CHILD) != arguments.name:
         threads = 1 if arguments.cpu_time else BENCHMARKS[arguments.name][0]

@@ -24,9 +24,9 @@ RUN = "timed"
 
 
 class TinyRun:
-    """One training process and its run directory."""
+    """One run's directory, and the process that trains, unless a cluster does."""
 
-    def __init__(self, home: Path, process: subprocess.Popen[bytes], started: float) -> None:
+    def __init__(self, home: Path, process: subprocess.Popen[bytes] | None, started: float) -> None:
         self._home = home
         self.process = process
         self.started = started
@@ -55,10 +55,12 @@ class TinyRun:
             RuntimeError: the run ended or the time is over; the message has the end of its output.
         """
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and self.process.poll() is None:
+        while time.monotonic() < deadline and (self.process is None or self.process.poll() is None):
             if value := found():
                 return value
             time.sleep(0.02)
+        if self.process is None:
+            raise RuntimeError(f"no {what} within {timeout_s:g} s")
         raise RuntimeError(f"no {what}: the run has exit code {self.process.poll()}\n{self.output()[-2000:]}")
 
     def output(self) -> str:
@@ -79,22 +81,24 @@ def prepare(folder: Path) -> None:
     _pretrain("data", "build", *text, "--tokenizer", "tokenizer.json", "--out", "text", cwd=folder)
 
 
+def tiny_words(command: str, *overrides: str) -> list[str]:
+    """Arguments of `pretrain` that begin the run on the prepared source, in whose folder they are given."""
+    config = str(ROOT / "configs/tests/tiny-decoder.yaml")
+    return [command, config, "--name", RUN, "tokenizer=tokenizer.json", "data.sources.text.path=text", *overrides]
+
+
+def environment_of(home: Path) -> dict[str, str]:
+    """What commands of `pretrain` need beside the environment, with runs below `home`."""
+    return {"PRETRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 @contextmanager
 def training(folder: Path, *overrides: str) -> Iterator[TinyRun]:
     """A `pretrain train` of configs/tests/tiny-decoder.yaml on the prepared source; killed at the end."""
     home = folder / f"runs-{time.time_ns()}"
     home.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "launch.cli",
-        "train",
-        str(ROOT / "configs/tests/tiny-decoder.yaml"),
-        "--name",
-        RUN,
-    ]
-    command += ["tokenizer=tokenizer.json", "data.sources.text.path=text", *overrides]
-    environment = {**os.environ, "PRETRAIN_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "launch.cli", *tiny_words("train", *overrides)]
+    environment = {**os.environ, **environment_of(home)}
     started = time.time()
     with (home / "output").open("wb") as output:
         process = subprocess.Popen(
