@@ -70,6 +70,8 @@ def local_ray(num_slots: int, device: str) -> Iterator[LocalRay]:
         # A process that misses Ray's control service for a minute ends itself, this one with code 1 and no word
         # (measured). The run needs that service only to get slots: without it, it trains on.
         RAY_gcs_rpc_server_reconnect_timeout_s=str(30 * 86400),
+        # Else Ray puts the host's address in the place of the loopback one, and everybody can knock at its doors.
+        RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         RAY_worker_niceness="0",  # 15 otherwise, which the ranks would inherit from their agent
         RAY_raylet_start_wait_time_s="120",  # 30 s are too few on a machine that is busy with something else
     )

@@ -77,6 +77,13 @@ def test_secrets_are_nowhere_every_door_wants_the_token_and_nothing_is_left(room
         assert token is not None
         assert len(token) == 64
         assert {process.environ().get("RAY_AUTH_MODE") for process in family} - {None} == {"token"}
+        doors = {
+            connection.laddr.ip.removeprefix("::ffff:")
+            for process in [psutil.Process(train.pid), *family]
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert doors == {"127.0.0.1"}
         words = [*PLANTED.values(), token]
         assert command_lines_with(words) == []
         (ray_folder,) = room.temporary.glob("pretrain-ray-*")
