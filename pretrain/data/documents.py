@@ -127,6 +127,7 @@ class DocumentMaker:
         # A file name is bytes; records of where a document came from are text, `\xff` spelt out.
         self.origin = os.fsencode(origin).decode("utf-8", "backslashreplace")
         self.spec, self.counts = spec, counts
+        self._text_fields, self._keep_fields, self._id_field = spec.text_fields, spec.keep_fields, spec.id_field
 
     def decode(self, data: bytes, where: str, offset: int | None = None) -> str | None:
         """UTF-8 -> text; None if it is not UTF-8 and the spec says to skip.
@@ -171,7 +172,7 @@ class DocumentMaker:
         if self.spec.trained is not None:
             text = None if self.spec.trained.spans is None else self.text_of(record, self.spec.text_field, where)
             return self.marked_document(text, record, where, line, own_id)
-        text, *rest = (self.text_of(record, name, where) for name in self.spec.text_fields)
+        text, *rest = [self.text_of(record, name, where) for name in self._text_fields]
         return self.document(text, rest[0] if rest else None, line, record, own_id)
 
     def marked_document(
@@ -187,13 +188,14 @@ class DocumentMaker:
         self, text: str, target: str | None, line: int, record: Mapping[str, Any], own_id: str | None = None
     ) -> Document:
         """A document with the id and the kept fields of its record; `own_id` names it where the record does not."""
-        spec, seen = self.spec, self.counts.fields_seen
-        value = record.get(spec.id_field)
-        if isinstance(value, str | int) and value != "":
-            seen.add(spec.id_field)
+        value = record.get(self._id_field)
+        if value is not None and isinstance(value, str | int) and value != "":
+            self.counts.fields_seen.add(self._id_field)
             own_id = str(value)
-        kept = {name: record[name] for name in spec.keep_fields if name in record}
-        seen.update(kept)
+        kept = None
+        if self._keep_fields:
+            kept = {name: record[name] for name in self._keep_fields if name in record}
+            self.counts.fields_seen.update(kept)
         name = self.repair(own_id) if own_id is not None else document_id(self.origin, line)
         return Document(name, text, target, self.origin, line, kept or None)
 

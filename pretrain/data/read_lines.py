@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
-from pretrain.data.documents import BYTE_ORDER_MARK, Document, DocumentMaker
+import orjson
+
+from pretrain.data.documents import BYTE_ORDER_MARK, Document, DocumentMaker, SourceSpec
 from pretrain.data.inputs import InputFile
 from pretrain.errors import DataError
 
@@ -26,9 +29,15 @@ def read_text(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
 
 def read_jsonl(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
     """A document per line; blank lines are no documents. Raises DataError for a line that is no fitting record."""
-    offset = 0
+    offset, spec = 0, maker.spec
+    is_plain = not spec.keep_fields and spec.trained is None  # only text and id are looked at
     with file.open() as stream:
         for line, data in enumerate(stream, start=1):
+            record = _plain_record(data, spec) if is_plain else None
+            if record is not None:
+                offset += len(data)
+                yield maker.from_record(record, f"{file.origin}:{line}", line)
+                continue
             raw = maker.decode(data.removeprefix(BYTE_ORDER_MARK) if line == 1 else data, file.origin, offset)
             offset += len(data)
             if raw is None or not raw.strip():
@@ -42,3 +51,13 @@ def read_jsonl(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
                 field = (*maker.spec.text_fields, *(maker.spec.trained.other_fields if maker.spec.trained else ()))[0]
                 raise DataError(f"{where} is not a JSON object. Each line holds one, with field {field!r}.")
             yield maker.from_record(record, where, line)
+
+
+def _plain_record(data: bytes, spec: SourceSpec) -> dict[str, Any] | None:
+    """The record of a line by a parser that takes a fourth of the time; None where Python's could read it otherwise
+    (lone surrogates, NaN, large numbers) or has to say what is wrong."""
+    try:
+        record = orjson.loads(data)
+    except ValueError:
+        return None
+    return record if type(record) is dict and type(record.get(spec.id_field)) is not float else None

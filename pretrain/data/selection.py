@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from pretrain.data.sources import Document, ReadCounts, SourceSpec, read_documents
 from pretrain.errors import DataError
 
 DIGEST_BYTES = 16
+_DOCUMENT = blake2b(digest_size=DIGEST_BYTES, person=b"document")
 
 
 def identity(text: bytes, target: bytes | None, ordinal: int | None) -> bytes:
     """Digest of a document's content; give `ordinal` to tell equal documents apart."""
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"document")
+    digest = _DOCUMENT.copy()  # two thirds of the time of making one
     digest.update(len(text).to_bytes(8, "little"))
     digest.update(text)
     if target is not None:
@@ -35,7 +37,14 @@ def identity(text: bytes, target: bytes | None, ordinal: int | None) -> bytes:
 
 def order_key(identity_: bytes, seed: int) -> bytes:
     """Where the document stands in the shuffled corpus."""
-    return blake2b(identity_, digest_size=DIGEST_BYTES, key=seed.to_bytes(8, "little"), person=b"order").digest()
+    digest = _keyed(seed).copy()
+    digest.update(identity_)
+    return digest.digest()
+
+
+@lru_cache(maxsize=8)
+def _keyed(seed: int) -> blake2b:
+    return blake2b(digest_size=DIGEST_BYTES, key=seed.to_bytes(8, "little"), person=b"order")
 
 
 def is_validation(text: bytes, fraction: float) -> bool:

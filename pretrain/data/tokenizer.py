@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,21 +122,27 @@ class Tokenizer:
         Raises:
             DataError: a text holds lone surrogates, as Python makes of bytes that are not UTF-8.
         """
+        return self._encode(texts, ())
+
+    def encode_ended(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """`encode_flat` with the end token behind each text, counted in its length."""
+        return self._encode(texts, (self.eos_id,))
+
+    def _encode(self, texts: Sequence[str], behind: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """`encode_flat` with these ids behind each text."""
         try:
             encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:  # the library's words for text that has no UTF-8
             raise DataError(
                 "the text holds bytes that are not UTF-8. A tokenizer reads Unicode text. Convert it to UTF-8."
             ) from None
-        lists = [encoding.ids for encoding in encodings]
-        lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
-        flat = np.fromiter(chain.from_iterable(lists), dtype=np.uint32, count=int(lengths.sum()))
-        return flat, lengths
-
-    def encode_ended(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """`encode_flat` with the end token behind each text, counted in its length."""
-        ids, lengths = self.encode_flat(texts)
-        return np.insert(ids, np.cumsum(lengths), self.eos_id), lengths + 1
+        flat, lengths = array("I"), np.empty(len(encodings), dtype=np.int64)
+        for number, encoding in enumerate(encodings):
+            ids = encoding.ids  # a new list each time
+            ids += behind
+            lengths[number] = len(ids)
+            flat.fromlist(ids)  # a third of np.fromiter's time
+        return np.array(flat, dtype=np.uint32), lengths
 
     def bare_encoder(self) -> Callable[..., Any]:
         """The library's own `encode_batch_fast`, for measuring against it."""

@@ -46,6 +46,20 @@ def test_json_lines_give_text_id_and_line(texts: Path) -> None:
     ]
 
 
+def test_what_parsers_of_json_read_in_different_ways_is_read_as_python_reads_it(texts: Path) -> None:
+    """Numbers beyond 64 bits, infinity, NaN, lone surrogates, a name twice, a byte order mark, blanks around."""
+    large = 2**64 + 1
+    lines = [f'{{"text": "a", "id": {large}}}', f'{{"text": "b", "id": {-large}}}', '{"text": "c", "score": 1e400}',
+             '{"text": "d", "score": NaN, "id": "four"}', '{"text": "e", "id": "\\ud800"}',
+             '{"text": "f", "text": "g"}', ' \t{"text": "h", "id": 1.5} ']  # fmt: skip
+    path = texts / "odd.jsonl"
+    path.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
+    found = list(read_documents(SourceSpec((str(texts),))))
+    assert [document.text for document in found] == [*"abcdegh"]
+    ids = [str(large), str(-large), f"{path}:3", "four", "\ufffd", f"{path}:6", f"{path}:7"]
+    assert [document.id for document in found] == ids
+
+
 def test_gzip_is_read_and_a_cut_gzip_is_named(texts: Path) -> None:
     data = gzip.compress(b'{"text": "zipped"}\n' * 50)
     (texts / "a.jsonl.gz").write_bytes(data)
