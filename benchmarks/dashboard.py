@@ -4,6 +4,8 @@
 by the server of `pretrain dashboard` in a process of its own. `first_s` is until the list first shows runs, `list_s`
 until it is complete, `run_s` a run's page with all of its requests, `overlay_s` one with eight runs, both read for the
 first time. `…_cpu_s` is what the server computes for it: the wall time of a machine with nothing else to do.
+`browser_…_s` is what people wait for: in a real Chromium, from the request for a page until its rows or its curves are
+on the screen, without a cache, read by the server for the first time.
 """
 
 from __future__ import annotations
@@ -137,16 +139,68 @@ def _measure_once(home: Path) -> dict[str, float]:
         return found | {"dashboard.memory_bytes": float(server.memory_bytes() - idle)}
 
 
+_DRAWN = """(wanted) => {
+  const found = wanted === "list" ? document.querySelectorAll("tbody tr").length > 0
+    : document.querySelector("[data-field=loss] canvas") && document.querySelectorAll("canvas").length > 8;
+  if (!found) return 0;
+  return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(performance.now()))));
+}"""
+"""When what is wanted is on the screen: it is in the page, and a frame has been drawn since. Milliseconds."""
+
+
+def _browse_once(home: Path, browser: Any) -> dict[str, float]:
+    overlaid = ",".join(f"run-{number:04d}" for number in range(3, 10))
+    pages = {"list": "", "run": "#/run/run-0001", "overlay": f"#/run/run-0002?with={overlaid}"}
+    found: dict[str, float] = {}
+    with Server(home) as server:
+        for name, where in pages.items():
+            page = browser.new_page(viewport={"width": 1400, "height": 1000})
+            page.goto(f"{server.url}{where}", wait_until="commit")
+            drawn = page.wait_for_function(_DRAWN, arg=name, timeout=120_000)
+            found[f"dashboard.browser_{name}_s"] = drawn.json_value() / 1000
+            page.close()
+            while server.ask("api/runs")["reading"]:  # the list would take the processor of the pages after it
+                time.sleep(0.02)
+    return found
+
+
+def _browse(home: Path, repetitions: int) -> list[dict[str, float]]:
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        found = [_browse_once(home, browser) for _ in range(repetitions)]
+        browser.close()
+    return found
+
+
+PARTS = {"server": "pages by their requests, memory", "browser": "pages in a real Chromium"}
+
+
 def measure(*, quick: bool, command: str) -> list[Result]:
-    """Medians of several servers over one home."""
+    """Both parts over one home."""
+    return _measure(list(PARTS), quick, command)
+
+
+def measure_part(part: str, *, quick: bool, command: str) -> list[Result]:
+    return _measure([part], quick, command)
+
+
+def _measure(parts: list[str], quick: bool, command: str) -> list[Result]:
+    """Medians of several servers."""
     runs, records, repetitions = (100, 20_000, 1) if quick else (1000, 100_000, 3)
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         make_home(home, runs, records)
-        servers = [_measure_once(home) for _ in range(repetitions)]
+        found: list[dict[str, float]] = [{} for _ in range(repetitions)]
+        if "server" in parts:
+            found = [_measure_once(home) for _ in range(repetitions)]
+        if "browser" in parts:
+            found = [{**before, **after} for before, after in zip(found, _browse(home, repetitions), strict=True)]
     baseline = f"{runs} runs x {records} records"
     return [
-        Result(metric, median([found[metric] for found in servers]), "bytes" if "bytes" in metric else "s", baseline,
+        Result(metric, median([each[metric] for each in found]), "bytes" if "bytes" in metric else "s", baseline,
                None, repetitions, command)
-        for metric in servers[0]
+        for metric in found[0]
     ]  # fmt: skip

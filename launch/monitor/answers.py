@@ -2,7 +2,7 @@
 
 runs                                             all runs
 run?name=N                                       one run; curves and logs apart
-curves?runs=A,B&fields=loss,mfu&x=step&low=&high=&points=&smooth=
+curves?runs=A,B&fields=loss,mfu&x=step&low=&high=&points=&smooth=&known=3,7   `known`: versions that are at hand
 config?runs=A,B                                  every field of the configs
 log?name=N&key=logs/attempt-001/rank-00000.log   the end of a log
 sample?name=N&key=samples/prompts-00000200.jsonl what the model wrote for the prompts (step-…: for the held-out pairs)
@@ -95,13 +95,24 @@ def _curves(view: RunsView, query: dict[str, str]) -> dict[str, Any]:
         points=int(_number(query, "points", 1000, 10, 20000) or 0),
         smooth=int(_number(query, "smooth", 0, 0, 100000) or 0),
     )
+    names, known = _names(query), query.get("known", "")
+    if known and known == ",".join(str(version) for version in _versions(view, names).values()):
+        return {"unchanged": True}
     curves: dict[str, Any] = {}
     versions: dict[str, int] = {}
-    for name in _names(query):
+    for name in names:
         with view.reading(name) as reader:
             curves[name] = curve_facts(reader, fields, wanted)
             versions[name] = reader.version
     return {"curves": curves, "versions": versions}
+
+
+def _versions(view: RunsView, names: list[str]) -> dict[str, int]:
+    versions = {}
+    for name in names:
+        with view.reading(name) as reader:
+            versions[name] = reader.version
+    return versions
 
 
 def _configs(view: RunsView, query: dict[str, str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ two rows for 128 records, and the records themselves where a picture is zoomed i
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import re
@@ -36,6 +37,8 @@ _FILE = re.compile(r"attempt-(\d+)(?:\.jsonl|/\d+\.jsonl)")
 _CHUNK_BYTES = 8 << 20
 INDEX_FROM_BYTES = 4 << 20  # shorter files are read whole: every point of them is at hand
 MOST_EXACT_BLOCKS = 64
+# From a clock: a page may outlive this process, and must not take a new one's reader for the one that it knows.
+_versions = itertools.count(time.time_ns() // 1_000_000)
 _LEDGER_FIELDS = (
     "t",
     "step",
@@ -96,7 +99,7 @@ class RunReader:
 
     Attributes:
         problem: why something of the run could not be read, or None.
-        version: rises whenever something new was read.
+        version: rises whenever something new was read; no other reader ever has the same.
         columns: numbers of the step records by attempt; where `blocks` are known, two rows stand for each of them.
         means: of each block, by attempt.
         sparse: norms and attention by layer, by attempt.
@@ -107,7 +110,7 @@ class RunReader:
         self.run = run
         self.name = run.name
         self.problem: str | None = None
-        self.version = 0
+        self.version = next(_versions)
         self.events: list[Event] = []
         self.columns: dict[int, Columns] = {}
         self.means: dict[int, Columns] = {}
@@ -134,7 +137,7 @@ class RunReader:
             self._read_config()
             events = read_events(self._store)
             if len(events) != len(self.events):
-                self.version += 1
+                self.version = next(_versions)
             self.events = events
             self._read_metrics()
             total = self.config.schedule.total_steps if self.config else None
@@ -229,7 +232,7 @@ class RunReader:
         if data != self._config_bytes:
             self.config = self.run.config()
             self._config_bytes = data
-            self.version += 1
+            self.version = next(_versions)
 
     def _read_leases(self) -> None:
         numbers = lease_numbers(self._store)
@@ -293,7 +296,7 @@ class RunReader:
         for record in left:
             self._add(attempt, record)
         self._offsets[name] = builder.end
-        self.version += 1
+        self.version = next(_versions)
         ended = any(event.fields.get("attempt", 0) > attempt or event.kind in TERMINAL_KINDS for event in self.events)
         if made and ended:
             with contextlib.suppress(StoreError):  # a home that cannot be written to is read as well
@@ -317,7 +320,7 @@ class RunReader:
         self._partial[name] = lines.pop()
         for record in _records(lines):
             self._add(attempt, record)
-        self.version += 1
+        self.version = next(_versions)
 
     def _add(self, attempt: int, record: dict[str, Any]) -> None:
         self._add_row(attempt, record)
@@ -352,7 +355,7 @@ class RunReader:
         self._offsets, self._partial, self._rows = {}, {}, {}
         self.columns, self.means, self.sparse, self.ranks, self.blocks = {}, {}, {}, {}, {}
         self.validations, self._made, self._newest, self._exact, self.warnings = [], {}, {}, {}, []
-        self.version += 1
+        self.version = next(_versions)
 
 
 def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:

@@ -178,11 +178,15 @@ def columns_of(lines: Sequence[Mapping[str, Any]]) -> tuple[dict[str, array[floa
     """
     extremes: dict[str, array[float]] = {}
     means: dict[str, array[float]] = {}
-    for name in dict.fromkeys(itertools.chain.from_iterable(line["fields"] for line in lines)):
-        spreads = np.array([line["fields"].get(name, _UNKNOWN) for line in lines], dtype=np.float64)
-        low_first = spreads[:, 2:3] > 0
-        extremes[name] = _array(np.where(low_first, spreads[:, :2], spreads[:, 1::-1]))
-        means[name] = _array(spreads[:, 3])
+    names = list(dict.fromkeys(itertools.chain.from_iterable(line["fields"] for line in lines)))
+    spreads = itertools.chain.from_iterable(line["fields"].get(name, _UNKNOWN) for line in lines for name in names)
+    # One array of all: an array for each field, out of lists, took five times as long.
+    table = np.fromiter(spreads, dtype=np.float64, count=4 * len(lines) * len(names)).reshape(len(lines), len(names), 4)
+    for place, name in enumerate(names):
+        spread = table[:, place]
+        low_first = spread[:, 2:3] > 0
+        extremes[name] = _array(np.where(low_first, spread[:, :2], spread[:, 1::-1]))
+        means[name] = _array(spread[:, 3])
     for name in ("step", "t", "tokens"):
         ends = np.array([[line["edges"][at].get(name, math.nan) for at in (0, -1)] for line in lines], dtype=np.float64)
         extremes[name], means[name] = _array(ends), _array(ends.mean(axis=1))

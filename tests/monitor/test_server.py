@@ -111,6 +111,9 @@ def test_the_runs_of_a_bucket_are_shown_as_those_of_a_directory(home: Path) -> N
         there = [get(server, path).json() for path in asked]
     assert there[0].pop("url") == f"{url}/calm"
     here[0].pop("url")
+    for answers in (there, here):  # every reader counts its own versions
+        assert answers[0].pop("version") > 0
+        assert answers[1].pop("versions").keys() == {"calm"}
     assert there == here
 
 
@@ -125,6 +128,29 @@ def test_what_is_added_is_in_the_next_answer(home: Path) -> None:
     assert before["curves"]["calm"]["loss"]["kept"][0] == [5, 10]
     assert after["curves"]["calm"]["loss"]["kept"][0] == [5, 10, 11]
     assert after["versions"]["calm"] > before["versions"]["calm"]
+
+
+def test_curves_that_are_at_hand_are_not_sent_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.monitor.runs_view.READ_AGAIN_S", 0.0)
+    journal = Journal().at(0, "created").at(0, "attempt_started", attempt=1, ranks=1)
+    write_run(home, "other", journal.events, {1: [step(3, 1, 1.0)]})
+    asked = "/api/curves?runs=calm,other&fields=loss"
+
+    def again(answer: Any) -> str:
+        return f"{asked}&known={','.join(str(version) for version in answer['versions'].values())}"
+
+    with serving(home) as server:
+        first = get(server, asked).json()
+        assert get(server, again(first)).json() == {"unchanged": True}
+        monkeypatch.setattr("launch.monitor.runs_view.MOST_READERS", 1)  # a reader that is made anew is another one
+        get(server, "/api/run?name=calm")
+        second = get(server, again(first)).json()
+        assert second["curves"] == first["curves"]
+        monkeypatch.setattr("launch.monitor.runs_view.MOST_READERS", 16)
+        run = RunDirectory.locate(str(home / "other"))
+        run.store.append(run.metrics_key(1), json.dumps(step(4, 2, 1.0)).encode() + b"\n")
+        third = get(server, again(second)).json()
+    assert third["curves"]["other"]["loss"]["kept"][0] == [1, 2]
 
 
 def test_values_of_the_environment_are_hidden_and_differences_shown(home: Path) -> None:

@@ -74,11 +74,16 @@ export class Charts {
   async load() {
     const asked = (this.asked = {});
     const [low, high] = this.zoom || ["", ""];
-    const answer = await ask("curves", { runs: this.runs.join(","), fields: GROUPS.flatMap((group) => this.fields(group)).join(","), x: this.x,
-      low, high, points: Math.round(Math.min(1200, 2400 / this.runs.length)), smooth: SMOOTH[this.smooth] });
-    this.meanings ??= await ask("fields");
-    if (this.asked !== asked) return;
+    const wanted = { runs: this.runs.join(","), fields: GROUPS.flatMap((group) => this.fields(group)).join(","), x: this.x,
+      low, high, points: Math.round(Math.min(1200, 2400 / this.runs.length)), smooth: SMOOTH[this.smooth] };
+    const same = this.loaded === JSON.stringify(wanted);
+    this.meanings ??= ask("fields");
+    const answer = await ask("curves", { ...wanted, known: same ? Object.values(this.answer.versions || {}).join(",") : "" });
+    const meanings = await this.meanings;
+    if (this.asked !== asked || answer.unchanged) return;
     this.answer = answer;
+    this.named = meanings;
+    this.loaded = JSON.stringify(wanted);
     this.draw();
   }
 
@@ -147,7 +152,7 @@ export class Charts {
   make(group, lines, shape) {
     const old = this.plots.get(keyOf(group));
     old?.plot.destroy(); old?.card.remove();
-    const meaning = this.meanings[group.field || `${group.table}.${group.value}`] || { unit: group.unit };
+    const meaning = this.named[group.field || `${group.table}.${group.value}`] || { unit: group.unit };
     const box = el("div", { class: "plot" }), value = el("span", { class: "value" });
     const card = el("div", { class: "card", "data-field": keyOf(group) },
       el("h2", { title: meaning.meaning }, group.title, el("small", {}, meaning.unit === "1" ? "" : meaning.unit || ""), value), box);
