@@ -2,7 +2,7 @@
 
 One process, CPU time (so that other work on the machine does not count). What a logged step adds is timed where it is
 added: opening the watch, the tables, the gathering over ranks, the record on disk. What looking at the layers adds is
-the difference of whole steps, in turn.
+the difference of whole steps, in turn. Part `trackers` is in the module of that name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import trackers
 from benchmarks.bare_loop import Shape
 from benchmarks.machine import precision
 from benchmarks.result import Result, interleave, median
@@ -88,6 +89,13 @@ class _Steps:
             watch.after_step()
         self.times.finish_step(2048)
         return time.process_time() - started
+
+
+PARTS = {"step": "what a step pays for", "trackers": "steps beside servers in trouble"}
+
+
+def measure_part(part: str, *, quick: bool, command: str) -> list[Result]:
+    return (trackers.measure if part == "trackers" else measure)(quick=quick, command=command)
 
 
 def measure(*, quick: bool, command: str) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -102,6 +103,21 @@ def test_rank_zeros_own_exporter_serves_the_last_record_and_the_last_of_each_tab
     second = PrometheusSink(("203.0.113.1", 9), {}, Log())  # no address of this machine: one warning
     second.write(_record(1))
     second.close()
+
+
+def test_clients_that_never_finish_their_request_cost_rank_zeros_exporter_nothing() -> None:
+    sink = PrometheusSink(("127.0.0.1", 0), {}, Log())
+    assert sink.address is not None
+    clients = [socket.create_connection(sink.address, timeout=5) for _ in range(40)]
+    for client in clients[::2]:
+        client.sendall(b"GET /metrics HT")
+    for step in range(1, 201):
+        sink.write(_record(step))
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.address[1]}/metrics", timeout=10) as answer:
+        assert "pretrain_step{} 200.0" in answer.read().decode().replace("pretrain_step ", "pretrain_step{} ")
+    sink.close()  # returns, though none of them has let go
+    for client in clients:
+        client.close()
 
 
 def _dead(records: Iterator[Numbered]) -> None:

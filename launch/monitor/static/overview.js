@@ -1,6 +1,8 @@
 // All runs of a home: a table to filter, to walk with j and k, and to choose runs from for an overlay.
 import { ago, ask, bar, count, el, number, state } from "./format.js";
 
+const MOST_ROWS = 500;
+
 export class Overview {
   every = 2000;
   title = "";
@@ -43,12 +45,17 @@ export class Overview {
       (this.data.reading ? `, ${this.data.reading} still being read` : "");
     this.compare.textContent = this.chosen.size > 1 ? `Overlay ${this.chosen.size} runs` : "Choose runs to overlay";
     this.compare.disabled = this.chosen.size < 2;
-    this.note.textContent = this.data.problem || (this.data.runs.length || this.data.reading ? (runs.length ? "" : "No run matches.")
-      : `There are no runs in ${this.data.home} yet. Start one with: pretrain train configs/quickstart.yaml`);
+    this.note.textContent = this.data.problem || this.told(runs);
     this.at = Math.min(this.at, Math.max(0, runs.length - 1));
     const focused = document.activeElement?.dataset?.run;
-    this.body.replaceChildren(...runs.slice(0, 500).map((run, place) => this.row(run, place)));
+    this.body.replaceChildren(...runs.slice(0, MOST_ROWS).map((run, place) => this.row(run, place)));
     if (focused) this.body.querySelector(`[data-run="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  told(runs) {
+    if (!this.data.runs.length) return this.data.reading ? "" : `There are no runs in ${this.data.home} yet. Start one with: pretrain train configs/quickstart.yaml`;
+    if (runs.length > MOST_ROWS) return `The first ${MOST_ROWS} of ${runs.length} are shown; filter for the others.`;
+    return runs.length ? "" : "No run matches.";
   }
 
   row(run, place) {
