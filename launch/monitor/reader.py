@@ -30,7 +30,7 @@ from pretrain.rundir import Event, RunDirectory, RunStatus
 from pretrain.rundir.journal import TERMINAL_KINDS, read_events
 from pretrain.rundir.lease_file import lease_numbers, read_lease
 from pretrain.rundir.status import read_status
-from pretrain.store import NotFoundError, Store
+from pretrain.store import NotFoundError
 
 LIVING = frozenset({"created", "running", "restarting"})
 _FILE = re.compile(r"attempt-(\d+)(?:\.jsonl|/\d+\.jsonl)")
@@ -51,24 +51,6 @@ _LEDGER_FIELDS = (
     "steps",
     "rollback_s",
 )
-
-
-class _KeptJournal:
-    """A store that reads each journal file once; everything else goes to the store behind it."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._kept: dict[str, bytes] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def get(self, key: str) -> bytes:
-        if not key.startswith("journal/"):
-            return self._store.get(key)
-        if key not in self._kept:
-            self._kept[key] = self._store.get(key)
-        return self._kept[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +103,8 @@ class RunReader:
         self.validations: list[ValidationPoint] = []
         self.status = RunStatus(name=run.name, state="created")
         self.config: RunConfig | None = None
-        self._store: Any = _KeptJournal(run.store)
+        self._store = run.store
+        self._journal: dict[str, dict[str, Any]] = {}  # bodies of its files
         self._config_bytes = b""
         self._offsets: dict[str, int] = {}
         self._partial: dict[str, bytes] = {}
@@ -135,13 +118,13 @@ class RunReader:
         """Reads what is new. Trouble of the storage or a damaged file ends in `problem`, not in an error."""
         try:
             self._read_config()
-            events = read_events(self._store)
+            events = read_events(self._store, known=self._journal)
             if len(events) != len(self.events):
                 self.version = next(_versions)
             self.events = events
             self._read_metrics()
             total = self.config.schedule.total_steps if self.config else None
-            self.status = read_status(self._store, self.name, total)
+            self.status = read_status(self._store, self.name, total, self._journal)
             self._read_leases()
         except PretrainError as error:
             self.problem = str(error)

@@ -1,8 +1,8 @@
 """Rank 0's own Prometheus exporter, for runs without the dashboard and without Ray: `metrics.prometheus.port`.
 
-Takes records -> the newest of each kind at http://HOST:PORT/metrics. A scrape is answered in a thread of its own from
-text that is ready; whoever asks slowly, often or not at all costs the loop nothing. It ends with the attempt, and an
-alert on absent series is what tells that; the dashboard's `/metrics` outlives its runs.
+Takes records -> the newest of each kind at http://HOST:PORT/metrics. A scrape is written and answered in a thread of
+its own; whoever asks slowly or not at all costs the loop nothing. It ends with the attempt, and an alert on absent
+series is what tells that; the dashboard's `/metrics` outlives its runs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class PrometheusSink:
 
     def __init__(self, address: tuple[str, int], labels: dict[str, str], log: Log) -> None:
         self._labels = labels
-        self._merged: dict[str, Any] = {}
-        self.text = b""
+        self._merged: dict[str, Any] = {}  # replaced as a whole, so that a scrape sees one record
         self.address: tuple[str, int] | None = None
         self._server: _Server | None = None
         try:
@@ -52,12 +51,13 @@ class PrometheusSink:
         threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
 
     def write(self, record: dict[str, Any]) -> None:
-        if self._server is None:
-            return
         self._merged = merge_record(self._merged, record)
+
+    def text(self) -> bytes:
+        """What a scrape gets."""
         samples: Samples = {}
         add_record(samples, finite(self._merged), self._labels)
-        self.text = format_samples(samples, SERIES).encode()
+        return format_samples(samples, SERIES).encode()
 
     def close(self) -> None:
         if self._server is not None:
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         found = self.path.partition("?")[0] == "/metrics"
-        body = self.server.sink.text if found else b"see /metrics\n"
+        body = self.server.sink.text() if found else b"see /metrics\n"
         self.send_response(200 if found else 404)
         self.send_header("Content-Type", CONTENT_TYPE)
         self.send_header("Content-Length", str(len(body)))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,9 +59,10 @@ class QueuedSink:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Waits at most `timeout_s` seconds for what is queued. True when the thread has ended."""
         if not self._off:
+            deadline = time.monotonic() + timeout_s
             with contextlib.suppress(queue.Full):  # then the thread is stuck, and the join below says so
                 self._records.put(None, timeout=timeout_s)
-            self._thread.join(timeout_s)
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         ended = not self._thread.is_alive()
         if not ended:
             self._log.warning(f"{self._name} does not end in time; its last records may be missing")

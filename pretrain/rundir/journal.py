@@ -122,21 +122,28 @@ class JournalWriter:
                 self._store.put(RESERVE_KEY, os.urandom(RESERVE_BYTES))
 
 
-def read_events(store: Store, *, fenced: bool = False) -> list[Event]:
+def read_events(store: Store, *, fenced: bool = False, known: dict[str, dict[str, Any]] | None = None) -> list[Event]:
     """All events in order; those that a fenced writer added too late only with `fenced`.
+
+    Args:
+        known: bodies of files that were read before, which never change; what is read now is added to them.
 
     Raises:
         DamagedFileError: an event does not match its checksum.
     """
+    known = {} if known is None else known
     events: list[Event] = []
     for number, seqs in sorted(_numbers(store).items()):
         own: list[Event] = []
         seen: dict[str, int] | None = None
         for seq in seqs:
-            try:
-                body = read_record(store, _key(number, seq), _REMEDY)
-            except NotFoundError:  # deleted between listing and reading
-                continue
+            key = _key(number, seq)
+            if key not in known:
+                try:
+                    known[key] = read_record(store, key, _REMEDY)
+                except NotFoundError:  # deleted between listing and reading
+                    continue
+            body = known[key]
             own.append(Event(str(body["kind"]), float(body["t"]), number, seq, dict(body["fields"])))
             seen = dict(body["seen"]) if seen is None else seen
         if seen is not None and not fenced:

@@ -64,10 +64,12 @@ class RunStatus:
         return asdict(self)
 
 
-def read_status(store: Store, name: str, total_steps: int | None) -> RunStatus:
-    """The status of a run's directory. Raises DamagedFileError or StoreError."""
+def read_status(
+    store: Store, name: str, total_steps: int | None, known: dict[str, dict[str, Any]] | None = None
+) -> RunStatus:
+    """The status of a run's directory; `known` as in `read_events`. Raises DamagedFileError or StoreError."""
     lease = newest_lease(store)  # before the journal: a holder that ends in between leaves its last event first
-    events = read_events(store)
+    events = read_events(store, known=known)
     attempt = max((int(event.fields.get("attempt", 0)) for event in events), default=0)
     record = last_record(store, metrics_key(attempt)) if attempt else {}
     state, reason = _state(events, lease)
