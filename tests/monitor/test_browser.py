@@ -161,8 +161,13 @@ def test_dragging_zooms_every_curve_and_a_key_shows_the_whole_again(page: Page, 
 def test_keys_turn_to_logarithmic_smoother_other_axes_and_dark(page: Page, server: DashboardServer) -> None:
     _open(page, server, "/run/torn")
     page.wait_for_selector("[data-field=loss] canvas")
+    linear = _picture(page, "loss")
     page.keyboard.press("l")
     page.wait_for_selector("button[aria-pressed=true]:has-text('log y')")
+    _wait_until_drawn_anew(page, "loss", linear)
+    logarithmic = _picture(page, "loss")
+    page.get_by_text("discarded steps").click()
+    _wait_until_drawn_anew(page, "loss", logarithmic)
     with page.expect_response(re.compile("smooth=10")):
         page.keyboard.press("s")
     with page.expect_response(re.compile("x=tokens")) as by_tokens:
@@ -223,6 +228,17 @@ def test_a_dashboard_that_is_gone_is_said(browser: Any, server: DashboardServer)
         assert "does not answer" in page.locator(".pulse").inner_text()
     finally:
         page.close()
+
+
+_CANVAS = "(field) => document.querySelector(`[data-field='${field}'] canvas`)?.toDataURL()"
+
+
+def _picture(page: Page, field: str) -> str:
+    return str(page.evaluate(_CANVAS, field))
+
+
+def _wait_until_drawn_anew(page: Page, field: str, before: str) -> None:
+    page.wait_for_function(f"([field, before]) => ({_CANVAS})(field) !== before", arg=[field, before], timeout=20_000)
 
 
 def _drawn(page: Page, field: str) -> int:

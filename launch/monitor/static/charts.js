@@ -37,6 +37,7 @@ export class Charts {
   constructor() {
     this.runs = []; this.rows = {}; this.x = "step"; this.smooth = 2; this.log = false; this.lost = true; this.zoom = null;
     this.plots = new Map();
+    this.kept = {}; // answers by their runs
     this.axis = el("select", { "aria-label": "Horizontal axis", onchange: () => this.set({ x: this.axis.value, zoom: null }) },
       X.map((word) => el("option", { value: word }, word)));
     this.slider = el("input", { type: "range", min: 0, max: SMOOTH.length - 1, value: this.smooth, "aria-label": "Smoothing",
@@ -60,6 +61,7 @@ export class Charts {
 
   set(change) {
     Object.assign(this, change);
+    this.turned = true; this.ahead = null; // it is to be drawn anew, also from what is at hand
     this.label();
     this.load().catch((error) => dispatchEvent(new CustomEvent("trouble", { detail: error })));
   }
@@ -73,18 +75,32 @@ export class Charts {
 
   async load() {
     const asked = (this.asked = {});
-    const [low, high] = this.zoom || ["", ""];
-    const wanted = { runs: this.runs.join(","), fields: GROUPS.flatMap((group) => this.fields(group)).join(","), x: this.x,
-      low, high, points: Math.round(Math.min(1200, 2400 / this.runs.length)), smooth: SMOOTH[this.smooth] };
-    const same = this.loaded === JSON.stringify(wanted);
     this.meanings ??= ask("fields");
-    const answer = await ask("curves", { ...wanted, known: same ? Object.values(this.answer.versions || {}).join(",") : "" });
-    const meanings = await this.meanings;
-    if (this.asked !== asked || answer.unchanged) return;
-    this.answer = answer;
+    const first = this.part(this.runs.slice(0, 1), GROUPS.flatMap((group) => this.fields(group)));
+    const [own, laid, meanings] = await Promise.all([first, this.ahead || this.over(), this.meanings]);
+    this.ahead = null;
+    if (this.asked !== asked || (own.unchanged && laid.unchanged && !this.turned)) return;
+    this.turned = false;
+    this.answer = { curves: { ...own.curves, ...laid.curves } };
     this.named = meanings;
-    this.loaded = JSON.stringify(wanted);
     this.draw();
+  }
+
+  /** Of runs laid over the first only what is drawn of several; asked for while the first one's page is still made. */
+  over() {
+    return this.part(this.runs.slice(1), GROUPS.filter((group) => group.field).map((group) => group.field));
+  }
+
+  async part(runs, fields) {
+    if (!runs.length) return { unchanged: true };
+    const [low, high] = this.zoom || ["", ""];
+    const wanted = { runs: runs.join(","), fields: fields.join(","), x: this.x, low, high,
+      points: Math.round(Math.min(1200, 2400 / this.runs.length)), smooth: SMOOTH[this.smooth] };
+    const key = JSON.stringify(wanted), kept = this.kept[wanted.runs]?.key === key ? this.kept[wanted.runs].answer : null;
+    const answer = await ask("curves", { ...wanted, known: Object.values(kept?.versions || {}).join(",") });
+    if (answer.unchanged) return { ...kept, unchanged: true };
+    this.kept[wanted.runs] = { key, answer };
+    return answer;
   }
 
   /** The fields that a chart shows; a table has one for each of its rows. */

@@ -11,6 +11,8 @@ export class Run {
     this.name = name; this.title = name; this.overlaid = overlaid;
     this.charts = new Charts();
     this.charts.runs = [name, ...overlaid];
+    this.charts.ahead = this.charts.over();
+    this.charts.ahead.catch(() => {}); // whoever waits for it tells
     this.top = el("div"); this.below = el("div"); this.configs = el("div"); this.chips = el("div", { class: "chips" });
     this.names = el("datalist", { id: "names" });
     this.add = el("input", { list: "names", placeholder: "overlay a run  ( / )", "aria-label": "Overlay a run", size: 18, onchange: () => this.overlay(this.add.value.trim()) });
