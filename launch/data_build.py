@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
@@ -19,6 +20,8 @@ from pretrain.data.task_pool import TaskPool
 from pretrain.data.tasks import Task, as_answer, as_error, run_task
 from pretrain.data.tick import Tick
 from pretrain.errors import UserError
+
+_ANSWER_S = 10.0
 
 
 def ray_pool(address: str | None) -> OpenPool:
@@ -42,6 +45,7 @@ def _joined(address: str | None, most_at_once: int | None) -> Iterator[TaskPool]
     import pretrain
 
     try:
+        _check_that_somebody_listens(address)
         ray.init(
             address=address or "auto",
             log_to_driver=False,
@@ -60,6 +64,13 @@ def _joined(address: str | None, most_at_once: int | None) -> Iterator[TaskPool]
         yield RayTasks(most_at_once)
     finally:
         ray.shutdown()
+
+
+def _check_that_somebody_listens(address: str | None) -> None:
+    """Ray asks a port that nobody answers for minutes. Raises OSError; names like `auto` and `ray://` are Ray's own."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
 
 
 class RayTasks:

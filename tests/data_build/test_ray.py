@@ -99,7 +99,7 @@ def test_a_cluster_that_is_not_there_is_an_error_with_what_to_do(
     (texts / "a.txt").write_text("text")
     command = [sys.executable, "-m", "launch.cli", "data", "build", str(texts), "--out", str(tmp_path / "out"),
                "--tokenizer", tokenizer_path, "--ray", "--address", "127.0.0.1:1"]  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2, result.stderr
     assert "no Ray cluster can be joined there" in result.stderr
     assert "Traceback" not in result.stderr
