@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.commands import data_build, data_repack
-from launch.commands.data_forecast import register_forecasts
+from launch.commands.data_forecast import positive, register_forecasts
 from pretrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -34,10 +34,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     verify = actions.add_parser(
         "verify",
         help="read and check every byte of built sources",
-        description="Checks sizes, hashes, tar headers, token ids, document ends and sums. Exit code 2 if a "
-        "source is damaged.",
+        description="Checks sizes, hashes, tar headers, token ids, document ends and sums, shards side by side. "
+        "Exit code 2 if a source is damaged.",
     )
     verify.add_argument("source", metavar="SOURCE", nargs="+", help="directory or URL with manifest.json")
+    verify.add_argument("--threads", type=positive, metavar="N",
+                        help="shards that are checked and held in memory at a time (default: one per CPU)")  # fmt: skip
     verify.add_argument("--json", action="store_true", help="print JSON")
     verify.set_defaults(handler="launch.commands.data:verify")
 
@@ -83,7 +85,7 @@ def verify(args: argparse.Namespace) -> int:
     from pretrain.data.verify import verify_source
     from pretrain.store import open_store
 
-    reports = [verify_source(open_store(source)) for source in args.source]
+    reports = [verify_source(open_store(source), threads=args.threads) for source in args.source]
     if args.json:
         print(json.dumps([report.to_json() for report in reports], indent=2))
     else:

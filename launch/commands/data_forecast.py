@@ -29,7 +29,7 @@ def register_forecasts(actions: argparse._SubParsersAction[argparse.ArgumentPars
     )
     _add_config(plan)
     plan.add_argument(
-        "--ranks", type=_positive, metavar="R", help="ranks that share the reading (default: the config's)"
+        "--ranks", type=positive, metavar="R", help="ranks that share the reading (default: the config's)"
     )
     plan.set_defaults(handler="launch.commands.data_forecast:plan")
     mix = actions.add_parser(
@@ -38,7 +38,7 @@ def register_forecasts(actions: argparse._SubParsersAction[argparse.ArgumentPars
         description="Counts the rows of each source in equal parts of the run: stages, caps and skips included.",
     )
     _add_config(mix)
-    mix.add_argument("--parts", type=_positive, default=20, metavar="N", help="parts of the run (default 20)")
+    mix.add_argument("--parts", type=positive, default=20, metavar="N", help="parts of the run (default 20)")
     mix.set_defaults(handler="launch.commands.data_forecast:mix")
 
 
@@ -128,7 +128,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number from 1 on, for argparse."""
     try:
         count = parse_count(text)
     except ValueError as error:

@@ -2,15 +2,17 @@
 
 Takes the store of a source -> gives a `VerifyReport`; problems are found and listed, not raised.
 Checked: sizes, sha256, tar headers, crc32 of members, ids below the vocabulary, document ends,
-provenance, the token after each block, sums. Memory: one shard.
-Source: own; independent of the reader, which checks only what it reads.
+provenance, the token after each block, sums. Shards are checked side by side, and reported in their
+order. Memory: one shard a thread. Source: own; independent of the reader, which checks only what it reads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,21 +43,26 @@ class VerifyReport:
         return asdict(self)
 
 
-def verify_source(store: Store) -> VerifyReport:
+def verify_source(store: Store, *, threads: int | None = None) -> VerifyReport:
     """Reads and checks everything.
+
+    Args:
+        threads: shards that are checked side by side; one per processor if not given.
 
     Raises:
         DataError: the manifest is missing or damaged.
         StoreError: the storage failed.
     """
     manifest = read_manifest(store)
+    checks = [_ShardCheck(store, manifest, number) for number in range(len(manifest.shards))]
     problems: list[str] = []
     carried: int | None = None
-    for number in range(len(manifest.shards)):
-        check = _ShardCheck(store, manifest, number)
-        found = list(check.run(carried))
-        problems += found
-        carried = check.next_token if not found else None
+    with ThreadPoolExecutor(threads or len(os.sched_getaffinity(0)), thread_name_prefix="verify") as pool:
+        for check, found in zip(checks, pool.map(lambda check: list(check.run()), checks), strict=True):
+            if not found and carried is not None and check.first_token not in (None, carried):
+                found = [f"{check.where}: {_begins_wrong(check.first_token, carried)}"]
+            problems += found
+            carried = check.next_token if not found else None
     if carried is not None and carried != manifest.eos_id:
         problems.append(f"{store.url}: the last block is followed by token {carried}, not by eos {manifest.eos_id}")
     for name in ("documents", "tokens", "source_tokens", "text_bytes"):
@@ -73,28 +80,28 @@ def verify_source(store: Store) -> VerifyReport:
 
 
 class _ShardCheck:
-    """One shard. `next_token` is the id that must begin the following shard (kind tokens)."""
+    """One shard. `first_token` begins it, `next_token` must begin the following one (cut text only)."""
 
     def __init__(self, store: Store, manifest: Manifest, number: int) -> None:
         self._store, self._manifest, self._number = store, manifest, number
         self._entry = manifest.shards[number]
-        self._where = f"{store.url}/{self._entry.name}"
+        self.where = f"{store.url}/{self._entry.name}"
+        self.first_token: int | None = None
         self.next_token: int | None = None
 
-    def run(self, carried: int | None) -> Iterator[str]:
+    def run(self) -> Iterator[str]:
         """Yields problems."""
-        self.next_token = carried
         try:
             data = self._store.get(self._entry.name)
         except NotFoundError:
-            yield f"{self._where} is missing"
+            yield f"{self.where} is missing"
             return
         if len(data) != self._entry.bytes:
-            yield f"{self._where} holds {len(data)} bytes, the manifest says {self._entry.bytes}"
+            yield f"{self.where} holds {len(data)} bytes, the manifest says {self._entry.bytes}"
         elif hashlib.sha256(data).hexdigest() != self._entry.sha256:
-            yield f"{self._where} does not match its sha256"
+            yield f"{self.where} does not match its sha256"
         try:
-            where = self._where + INDEX_SUFFIX
+            where = self.where + INDEX_SUFFIX
             index = ShardIndex.from_bytes(
                 self._store.get(self._entry.name + INDEX_SUFFIX), self._manifest, self._number, where
             )
@@ -108,12 +115,12 @@ class _ShardCheck:
         for row in range(len(index)):
             members, damage = self._members(memoryview(data), index, row)
             problems = damage or list(self._content(members, index, row, sums))
-            yield from (f"{self._where}, block {index.block_number(row)}: {problem}" for problem in problems)
+            yield from (f"{self.where}, block {index.block_number(row)}: {problem}" for problem in problems)
             if problems:
                 self.next_token = None
         expected = (self._entry.documents, self._entry.tokens, self._entry.source_tokens)
         if self.next_token is not None and tuple(sums.tolist()) != expected:
-            yield f"{self._where} holds {sums.tolist()} documents, tokens, source tokens, the manifest says {expected}"
+            yield f"{self.where} holds {sums.tolist()} documents, tokens, source tokens, the manifest says {expected}"
 
     def _members(self, data: memoryview, index: ShardIndex, row: int) -> tuple[list[memoryview], list[str]]:
         members, problems = [], []
@@ -196,8 +203,10 @@ class _ShardCheck:
         manifest = self._manifest
         if len(ids) != manifest.block_tokens + 1:
             yield f"{len(ids)} ids, a block has {manifest.block_tokens + 1}"
-        if self.next_token is not None and int(ids[0]) != self.next_token:
-            yield f"begins with token {int(ids[0])}, the block before says {self.next_token}"
+        if self.first_token is None:
+            self.first_token = int(ids[0])
+        elif self.next_token is not None and int(ids[0]) != self.next_token:
+            yield _begins_wrong(int(ids[0]), self.next_token)
         if (np.diff(ends, prepend=0) < 1).any() or (len(ends) and int(ends[-1]) > real_tokens):
             yield "document ends are not ascending within the real tokens"
         elif (ids[ends - 1] != manifest.eos_id).any():
@@ -211,6 +220,10 @@ class _ShardCheck:
             yield "padding before the last block"
         if num_documents != len(ends) + goes_on:
             yield f"{num_documents} documents in the provenance, {len(ends) + goes_on} in the block"
+
+
+def _begins_wrong(token: int | None, promised: int) -> str:
+    return f"begins with token {token}, the block before says {promised}"
 
 
 def _unfinished(provenance: bytes) -> int:

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import tarfile
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from pretrain.data.stats import source_stats
 from pretrain.data.verify import VerifyReport, verify_source
 from pretrain.errors import DataError
 from pretrain.store import open_store
+from pretrain.store.local import LocalStore
 from tests.data_build.corpus import (
     documents_in,
     manifest_of,
@@ -102,7 +104,7 @@ def test_the_index_says_where_the_tar_members_are(built: Path) -> None:
 def test_any_flipped_bit_of_a_shard_is_found_and_named(text: Path, seed: int) -> None:
     shard = text / "00000.tar"
     rng = random.Random(seed)
-    _flip(shard, rng.randrange(shard.stat().st_size - 1024), rng.randrange(8))
+    _flip(shard, rng.randrange(shard.stat().st_size), rng.randrange(8))
     problems = _verify(text).problems
     assert problems
     assert all("00000.tar" in problem for problem in problems)
@@ -225,6 +227,42 @@ def test_content_that_breaks_the_format_is_found_behind_right_checksums(tmp_path
     wide = _written(tmp_path / "wide", header, [5, 0, 299, 0, 0], [2, 4], 2)
     _rewrite(wide / "manifest.json", lambda body: body.update(vocabulary_size=280))
     assert "token id 299 is outside the vocabulary of 280" in _verify(wide).problems[0]
+
+
+def test_a_shard_that_does_not_go_on_where_the_one_before_it_ended_is_named(tmp_path: Path) -> None:
+    header = Manifest("x", "tokens", "t", 300, "u2", 0, 1, 2, block_tokens=4)
+    with SourceWriter(tmp_path / "two", header, shard_blocks=1) as writer:
+        for ids in ([5, 0, 7, 0, 9], [6, 0, 8, 0, 0]):
+            counts = BlockCounts(2, 4, 0, 1)
+            writer.add([np.array(ids), np.array([2, 4])], encode_provenance([Provenance("d", "d", 0)] * 2), counts)
+        writer.close()
+    (problem,) = _verify(tmp_path / "two").problems
+    assert problem.endswith("two/00001.tar: begins with token 6, the block before says 9")
+
+
+class _Together(LocalStore):
+    """Gives a shard only while another thread waits for one too."""
+
+    barrier: threading.Barrier
+
+    def get(self, key: str) -> bytes:
+        if key.endswith(".tar"):
+            self.barrier.wait()
+        return super().get(key)
+
+
+def test_shards_are_checked_side_by_side_and_the_report_is_that_of_one_after_the_other(text: Path) -> None:
+    assert len(manifest_of(text).shards) == 4
+    store = _Together(text)
+    store.barrier = threading.Barrier(4, timeout=10)
+    _flip(text / "00001.tar", 600)
+    _flip(text / "00000.tar.idx", 9)
+    together = verify_source(store, threads=4)
+    assert together == verify_source(open_store(text), threads=1)
+    assert len(together.problems) >= 3
+    store.barrier = threading.Barrier(2, timeout=0.1)
+    with pytest.raises(threading.BrokenBarrierError):
+        verify_source(store, threads=1)
 
 
 def test_provenance_comes_back_with_own_and_derived_ids() -> None:

@@ -41,7 +41,7 @@ COMMANDS = {
     "data reindex": ["--json", "-h"],
     "data repack": ["--json", "--over-long", "--row-tokens", "-h"],
     "data stats": ["--json", "--plot", "-h"],
-    "data verify": ["--json", "-h"],
+    "data verify": ["--json", "--threads", "-h"],
     "dashboard": ["--home", "--host", "--port", "-h"],
     "doctor": ["--json", "-h"],
     "generate": ["--average", "--beams", "--checkpoint", "--json", "--suffix", "-h"],
