@@ -79,10 +79,10 @@ class BlockCache:
         for path in self._directory.glob(f"*/*{_SUFFIX}*"):
             with suppress(OSError):
                 status = path.stat()
-                if path.suffix != _SUFFIX and time.time() - status.st_mtime > _ABANDONED_S:
-                    path.unlink()  # half-written by a process that was killed
-                    continue
-                entries.append((status.st_mtime_ns, status.st_size, path))
+                if path.suffix == _SUFFIX:
+                    entries.append((status.st_mtime_ns, status.st_size, path))
+                elif time.time() - status.st_mtime > _ABANDONED_S:
+                    path.unlink()  # half-written by a process that was killed; a younger one is being written
         total = sum(size for _, size, _ in entries)
         if total <= self._budget_bytes:
             return
