@@ -82,13 +82,14 @@ def open_raw(
         keys = [derive_key("raw lane 1", config.seed, name, lane) for lane in range(lanes)]
         objective = token_objective(config, header, f"data.sources.{name}", tokenizer.special_ids, row_tokens=length)
         streams = [RawLane(shards, key, spec, tokenizer, length) for shards, key in zip(dealt, keys, strict=True)]
-        sources.append(_Source(name, _identity(files), files, streams, objective))
+        sources.append(_Source(name, _identity(files, tokenizer), files, streams, objective))
     return RawLoader(config, sources, header, byte_lengths, world)
 
 
-def _identity(files: list[InputFile]) -> str:
-    """What is known of the tars without reading them: names, sizes, times or what a server says of their version."""
-    return hashlib.sha256(json.dumps([[file.name, file.size, file.stamp] for file in files]).encode()).hexdigest()
+def _identity(files: list[InputFile], tokenizer: Tokenizer) -> str:
+    """The tokenizer, and what is known of the tars without reading them: names, sizes, times or a server's version."""
+    known = [tokenizer.sha256, *([file.name, file.size, file.stamp] for file in files)]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 class RawLoader:
@@ -154,7 +155,7 @@ class RawLoader:
         """The same state: a raw run goes on as it began.
 
         Raises:
-            DataError: seed, tars, weights, lanes, lengths or batch size are not the state's, by name.
+            DataError: seed, tars, tokenizer, weights, lanes, lengths or batch size are not the state's, by name.
         """
         if state.seed != self._config.seed:
             raise DataError(
@@ -172,9 +173,9 @@ class RawLoader:
                 )
         if theirs.sources != self._segment.sources or len(state.raw) != len(self._sources):
             raise DataError(
-                "the tar files under data.sources (their names, sizes or times) or their weights are not the "
-                "checkpoint's. With data.reading=raw a run goes on only with the files that it began with. Restore "
-                "them, or start a new run."
+                "the tar files under data.sources (their names, sizes or times), their weights or the tokenizer are "
+                "not the checkpoint's. With data.reading=raw a run goes on only with the files that it began with. "
+                "Restore them, or start a new run."
             )
         return state
 

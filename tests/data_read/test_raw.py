@@ -199,8 +199,13 @@ def test_a_resume_with_other_lanes_batch_or_tars_is_refused(root: Path, tmp_path
         for path in (root / name).glob("*.tar"):
             (tmp_path / name / path.name).write_bytes(path.read_bytes())
     (tmp_path / "tokenizer.json").write_bytes((root / "tokenizer.json").read_bytes())
-    with pytest.raises(DataError, match=r"the tar files under data\.sources .* are not the checkpoint's"):
+    message = r"the tar files under data\.sources .* or the tokenizer are not the checkpoint's"
+    with pytest.raises(DataError, match=message):
         read(raw_config(tmp_path), tmp_path, World(), 2, 1, saved)
+    train_bpe(["other words make other tokens"], 265).save(tmp_path / "tokenizer.json")
+    other = raw_config(root).model_copy(update={"tokenizer": str(tmp_path / "tokenizer.json")})
+    with pytest.raises(DataError, match=message):
+        read(other, tmp_path, World(), 2, 1, saved)
 
 
 def test_who_waits_for_raw_rows_says_so_and_gives_up_by_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
