@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+import os
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,8 +17,9 @@ import numpy as np
 import pytest
 
 from pretrain.data import build as build_module
-from pretrain.data.build import BuildProgress, build
+from pretrain.data.build import BuildProgress, build, local_pool, num_workers
 from pretrain.data.format import decode_provenance
+from pretrain.data.task_pool import WorkerProcesses
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import DataError, PretrainError, StoreError
 from tests.data_build.corpus import (
@@ -72,6 +78,11 @@ def test_every_document_is_there_once_as_the_stock_webdataset_library_reads_it(
     assert manifest.tokens == sum(map(len, expected)) + 200
     assert manifest.text_bytes == sum(len(text.encode()) for text in numbered_texts(200)) == report.read_bytes
     assert manifest == manifest_of(path)
+    assert manifest.tokenizer_sha256 == hashlib.sha256(Path(tokenizer_path).read_bytes()).hexdigest()
+    body = report.to_json()["sources"]["train"]
+    assert body["bytes_per_token"] == pytest.approx(manifest.text_bytes / (sum(map(len, expected)) + 200))
+    counted = Counter(str(math.floor(4 * math.log2(len(ids) + 1))) for ids in expected)  # four bins a doubling
+    assert report.lengths == {"tokens": counted}
     assert len(manifest.shards) == -(-manifest.blocks // 16) > 1
 
 
@@ -312,6 +323,16 @@ def test_progress_reports_both_phases_and_ends_complete(tmp_path: Path, corpus: 
         assert last.done_bytes == report.read_bytes
         assert phase == "read" or last.total_bytes == report.read_bytes
     assert seen[-1].done_tokens == report.sources["train"][1].tokens
+
+
+def test_a_large_build_takes_every_processor_and_a_small_one_none_beside_its_own(tmp_path: Path) -> None:
+    options = text_options(tmp_path, tmp_path / "out", "t", workers=None)
+    assert num_workers(options, 10**9) == len(os.sched_getaffinity(0))
+    assert num_workers(options, 10**5) == num_workers(replace(options, max_bytes=10**5), 10**9) == 1
+    assert num_workers(replace(options, workers=3), 10) == 3
+    with local_pool(replace(options, workers=3), 10, None) as pool:
+        assert isinstance(pool, WorkerProcesses)
+        assert len(pool._workers) == 3
 
 
 def test_progress_knows_that_max_bytes_ends_the_encoding(

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
+import pretrain.data.progress as progress_module
+from launch.build_view import describe_progress
 from launch.cli import main
+from pretrain.data.blocks import BlockReader
+from pretrain.data.build import BuildProgress
+from pretrain.data.progress import ProgressTeller
 from pretrain.data.tokenizer import Tokenizer
+from pretrain.store import open_store
 from tests.data_build.corpus import documents_in, manifest_of, numbered_texts, write_jsonl
 
 
@@ -122,6 +130,56 @@ def test_a_number_that_is_none_is_named_by_its_flag(flag: str, capsys: pytest.Ca
         main(["data", "build", "x", "--out", "o", "--tokenizer", "t", flag, "lots"])
     assert caught.value.code == 2
     assert f"argument {flag}: 'lots' is not a" in capsys.readouterr().err
+
+
+def test_progress_says_how_much_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 MB, of which an earlier build had done 2: speeds and the time left are of what this one does."""
+    seen: list[BuildProgress] = []
+    clock = [100.0]
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock[0])
+    teller = ProgressTeller(seen.append, files=3)
+    clock[0] += 7
+    teller.phase("encode", 24_000_000)
+    teller.reuse(2_000_000, 500_000)
+    clock[0] += 2
+    teller.tick(10_000_000, 2_800_000)
+    assert describe_progress(seen[-1]) == "encode 12.0/24.0 MB, 5.0 MB/s, 1.40 Mtok/s, 0:02 left"
+    clock[0] += 1200
+    assert seen[-1].seconds_left == pytest.approx(2.4)
+    teller.tick(1, 1)
+    assert describe_progress(seen[-1]).endswith("0.0 MB/s, 0.00 Mtok/s, 24:02 left")  # 12 MB at 10 MB in 1,202 s
+    teller.phase("pack", None)
+    teller.tick(3_000_000, 0)
+    assert describe_progress(seen[-1]) == "pack 3.0 MB, 3,000.0 MB/s"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "tar"])
+def test_fields_that_the_command_names_are_read_and_stand_in_the_shards(
+    tmp_path: Path, texts: Path, tokenizer_path: str, kind: str
+) -> None:
+    records = [{"body": text, "uid": f"u{n}", "url": f"http://{n}"} for n, text in enumerate(numbered_texts(12))]
+    path = texts / f"a.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, [{**record, "text": "not this"} for record in records])
+    else:
+        with tarfile.open(path, "w") as archive:
+            for number, record in enumerate(records):
+                for suffix, data in (("json", json.dumps(record)), ("txt", record["body"])):
+                    info = tarfile.TarInfo(f"part.1/{number:04d}.{suffix}")
+                    info.size = len(data.encode())
+                    archive.addfile(info, io.BytesIO(data.encode()))
+    words = ["data", "build", path, "--out", tmp_path / "out", "--tokenizer", tokenizer_path, "--block-tokens", 64,
+             "--text-field", "body", "--keep", "url", "--no-plot"]  # fmt: skip
+    words += ["--id-field", "uid"] if kind == "jsonl" else []  # else the member's name
+    assert main([str(word) for word in words]) == 0
+    tokenizer = Tokenizer.load(tokenizer_path)
+    found = documents_in(tmp_path / "out", tokenizer.eos_id)
+    assert sorted(tokenizer.decode(ids) for ids in found) == sorted(record["body"] for record in records)
+    reader = BlockReader(open_store(tmp_path / "out"), manifest_of(tmp_path / "out"))
+    listed = [one for block in range(reader.manifest.blocks) for one in reader.provenance(block)[0]]
+    origins = {(one.id, one.origin, one.line, str(one.metadata)) for one in listed}
+    names = [f"u{n}" if kind == "jsonl" else f"part.1/{n:04d}" for n in range(12)]
+    assert origins == {(name, str(path), n + 1, str({"url": f"http://{n}"})) for n, name in enumerate(names)}
 
 
 def test_files_that_are_not_utf8_can_be_skipped(

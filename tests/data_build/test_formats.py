@@ -145,7 +145,7 @@ def test_damaged_and_unfit_tables_are_named(texts: Path) -> None:
 
 
 def _save_dataset(directory: Path, parts: list[list[str]], **state: Any) -> Path:
-    """The files that `datasets.Dataset.save_to_disk` writes (version 4)."""
+    """The files that `datasets.Dataset.save_to_disk` writes (versions 4 and 5)."""
     directory.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
     for name, part in zip(names, parts, strict=True):

@@ -44,6 +44,7 @@ def test_files_over_http_by_braces_lines_and_tables(files: Path, server: HttpSer
         (files / f"s-{part:03d}.jsonl").write_bytes((files / f"s {part:03d}.jsonl").read_bytes())
     assert read(f"{server.url}/s-{{000..002}}.jsonl") == EXPECTED
     assert read(f"{server.url}/all.parquet") == EXPECTED
+    assert read(f"{server.url}/s 000.jsonl") == EXPECTED[:100]  # asked for as %20
     (first, *_) = read_documents(SourceSpec((f"{server.url}/s-000.jsonl",)))
     assert (first.origin, first.line) == (f"{server.url}/s-000.jsonl", 1)
     with pytest.raises(DataError, match=r"/s-003\.jsonl' \(from .*\) matches no file"):

@@ -135,6 +135,10 @@ def test_patterns_braces_and_names_with_brackets_are_expanded_as_meant(texts: Pa
     assert names(f"{texts}/s-{{08..10}}.txt") == ["s-08.txt", "s-09.txt", "s-10.txt"]
     assert names(f"{texts}/s-{{10,08}}.txt") == ["s-10.txt", "s-08.txt"]
     assert names(f"{texts}/a b [1].txt") == ["a b [1].txt"]
+    (texts / "deep" / "er").mkdir(parents=True)
+    (texts / "deep" / "er" / "t-1.txt").write_text("x")
+    assert names(f"{texts}/**/?-*.txt") == ["t-1.txt", "s-08.txt", "s-09.txt", "s-10.txt"]
+    (texts / "deep" / "er" / "t-1.txt").unlink()
     assert names(str(texts), f"{texts}/s-08.txt") == ["a b [1].txt", "s-08.txt", "s-09.txt", "s-10.txt"]
 
 

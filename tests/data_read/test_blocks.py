@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,31 @@ def test_a_failing_store_is_asked_four_times_and_never_taken_for_corruption(
     assert reader.read(0) is not None
 
 
+def test_waits_between_tries_grow_and_differ_so_that_ranks_do_not_come_back_together(
+    text: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, longest = list[float](), (1.0, 4.0, 16.0)
+    monkeypatch.setattr(fetch_module, "_REMOTE_WAITS_S", longest)
+    monkeypatch.setattr(fetch_module.time, "sleep", waits.append)
+    for _ in range(8):
+        store = Flaky(text.files, 3, "error")
+        store.remote = True
+        BlockReader(store, read_manifest(store)).read(0)
+    for most, of_readers in zip(longest, np.array(waits).reshape(8, 3).T.tolist(), strict=True):
+        assert all(most / 2 <= wait <= most for wait in of_readers)
+        assert len(set(of_readers)) == 8
+
+
+def test_ids_and_ends_that_a_right_checksum_hides_are_refused_by_block(text: MemoryStore) -> None:
+    manifest = read_manifest(text)
+    used = max(int(BlockReader(text, manifest).read(block).ids.max()) for block in range(manifest.blocks))
+    reader = BlockReader(text, replace(manifest, vocabulary_size=used))
+    with pytest.raises(DataError, match=rf"block \d+ of source text .* \(id {used} outside the vocabulary of {used}\)"):
+        list(map(reader.read, range(manifest.blocks)))
+    with pytest.raises(DataError, match=r"block 0 .* breaks the format"):
+        BlockReader(text, replace(manifest, block_tokens=32)).read(0)
+
+
 def test_blocks_stay_in_memory_least_recently_used_out_first(text: MemoryStore) -> None:
     store = MemoryStore(text.files)
     reader = BlockReader(store, read_manifest(store), kept_blocks=2)
@@ -230,7 +256,8 @@ def test_a_remote_block_comes_from_the_cache_the_second_time(text: MemoryStore, 
         store = MemoryStore(text.files, remote=True)
         reader = BlockReader(store, manifest, cache=BlockCache(tmp_path, 10**6))
         assert [reader.read(block) is not None for block in range(3)] == [True] * 3
-        assert len(store.reads) == expected
+        assert len(store.reads) == expected == reader.counts.requests
+        assert reader.counts.cache_hits == 3 - expected
 
 
 def test_a_damaged_cache_entry_is_fetched_again(text: MemoryStore, tmp_path: Path) -> None:

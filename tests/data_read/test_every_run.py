@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,11 @@ def test_a_million_blocks_are_planned_in_the_memory_of_a_thousand() -> None:
         base = Segment(0, 512, 8, 64, 2, 64, 64, None, sources)
         stages = (Stage((("a", 3.0), ("b", 1.0)), step=100), Stage(tokens=2**40, global_batch_size=1024))
         steps = 3 * blocks * 1024 // 512
+        plan, began = Plan(base, stages, (("a", 1.5),), total_steps=steps), time.thread_time()
+        plan_run(plan, DataState(0, 1, ()))
+        assert time.thread_time() - began < 1
         tracemalloc.start()
-        state = plan_run(Plan(base, stages, (("a", 1.5),), total_steps=steps), DataState(0, 1, ()))
+        state = plan_run(plan, DataState(0, 1, ()))
         assert blocks < 1000 or len(state.segments) >= 3
         order = RowOrder([SourceShape("x", blocks, 1024, 0.7), SourceShape("y", blocks, 1024, 0.3)], 1, 64, 2)
         order.locate_range(blocks * 700, 512)

@@ -49,8 +49,27 @@ def counted(config_file: Path) -> list[Counter[str]]:
     return steps
 
 
+@pytest.fixture(scope="module")
+def blocks_of_rank_0(config_file: Path) -> dict[str, set[tuple[int, int, int]]]:
+    """(part of the run, epoch, block) of each source that the first of two ranks needs: micro-batches 0 and 2 of 4."""
+    from pretrain.config import load_config
+
+    found: dict[str, set[tuple[int, int, int]]] = {"a": set(), "b": set()}
+    with open_loader(load_config(config_file, []), BYTE_LENGTHS, World()) as loader:
+        state = loader.initial_state()
+        for step in range(STEPS):
+            for number, (source, epoch, block, _) in enumerate(loader._places.of(state).tolist()):
+                if number // 2 % 2 == 0:
+                    found[loader.source_names[source]].add((step // 6, epoch, block))
+            state = loader.next_state(state)
+    return found
+
+
 def test_plan_counts_the_rows_that_the_run_takes(
-    config_file: Path, counted: list[Counter[str]], capsys: pytest.CaptureFixture[str]
+    config_file: Path,
+    counted: list[Counter[str]],
+    blocks_of_rank_0: dict[str, set[tuple[int, int, int]]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert cli.main(["data", "plan", str(config_file), "--json", "--ranks", "2"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -58,6 +77,7 @@ def test_plan_counts_the_rows_that_the_run_takes(
     assert {source["name"]: source["rows"] for source in body["sources"]} == dict(total)
     assert (body["steps"], body["rows"], body["ranks"]) == (STEPS, 8 * STEPS, 2)
     for source in body["sources"]:
+        assert source["block_reads"] == len(blocks_of_rank_0[source["name"]])
         assert source["epochs"] == pytest.approx(total[source["name"]] / source["rows_in_epoch"])
         assert source["tokens"] == 16 * total[source["name"]]
 

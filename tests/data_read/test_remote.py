@@ -67,6 +67,14 @@ def test_rows_over_http_are_the_local_ones_and_come_from_the_cache_the_next_time
     assert data_reads(server) == blocks == len(list((tmp_path / "cache").glob("*/*.block")))
     assert digests(root, f"{server.url}/text", tmp_path / "cache") == expected
     assert data_reads(server) == blocks
+    cached = {"data__cache": str(tmp_path / "cache")}
+    with open_loader(
+        run_config(root / "tokenizer.json", {"text": f"{server.url}/text"}, **cached), BYTE_LENGTHS, World()
+    ) as loader:
+        loader.read(0, loader.initial_state())
+        record = loader.fetch_record()
+    assert record["data_cache_hits"] > 0
+    assert (record["data_retries"], record["data_hedges"]) == (0, 0)
 
 
 @pytest.mark.parametrize("kind", ["rclone", "moto"])
