@@ -54,7 +54,8 @@ def describe_pipeline(config: RunConfig, sources: Sequence[SourceRows], state: D
         [
             *lines,
             f"├─ order: seed {config.seed}, {config.data.lanes} lanes, windows of {config.data.window_blocks} blocks",
-            f"├─ objective: {config.objective.kind}, rows of {width}, documents isolated",
+            f"├─ objective: {config.objective.kind}, rows of {width}, documents isolated, "
+            f"each ended once by id {sources[0].manifest.eos_id}",
             f"└─ step: {step}, {(end - jumped) * first.row_tokens:,} in the run",
         ]
     )

@@ -89,6 +89,7 @@ def test_plan_prints_the_pipeline_and_a_line_for_each_source(
     text = capsys.readouterr().out
     assert "├─ from step 0: a 3 of 4 rows, b 1 of 4 rows" in text
     assert "├─ from step 6: a 1 of 4 rows, b 3 of 4 rows" in text
+    assert "├─ objective: causal_lm, rows of 16 tokens, documents isolated, each ended once by id 0" in text
     assert "12 steps, 96 rows, 1,536 token slots on 1 ranks" in text
     assert "micro-batches; empty" not in text
     words = ["cluster.num_ranks=4", "cluster.min_ranks=2", "data.stages=[{from_step: 6, global_batch_size: 12}]"]
