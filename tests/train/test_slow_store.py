@@ -61,3 +61,30 @@ def test_a_failing_server_delays_two_ranks_and_changes_nothing(tmp_path: Path) -
     good = sum(line.startswith(" ") and line.endswith(".tar") for line in of_remote)
     assert len(blocks) <= good <= 2 * len(blocks) + of_remote.count("stall")
     assert not [line for line in of_cached if line.endswith(".tar")], "all blocks come from the cache"
+
+
+def test_a_server_that_stays_silent_ends_the_run_by_name_before_any_collective_could(tmp_path: Path) -> None:
+    tiny = build_tiny(tmp_path, documents=60)
+    silent_since: list[float] = []
+
+    def fault(number: int, path: str) -> str:
+        if number < OUTAGE_AT or not path.endswith(".tar"):
+            return ""
+        silent_since.append(time.monotonic())
+        return "stall"
+
+    with files_over_http(tiny.folder) as server:
+        server.fault, server.stall_s = fault, 60
+        given = ["name=silent", "schedule.total_steps=20", "health.data_timeout_s=2", "health.collective_timeout_s=30"]
+        source = f"data.sources.text.path={server.url}/text/train"
+        run = [
+            source if "data.sources" in one else one for one in tiny.decoder(*given, "health.heartbeat_timeout_s=40")
+        ]
+        results = run_ranks(trainings, ranks=2, arguments={"runs": [run], "home": str(tmp_path)}, timeout_s=90)
+        assert time.monotonic() - silent_since[0] < 20
+    ended = {result.value[0]: result.output for result in results}
+    assert 3 in ended, results
+    assert set(ended) <= {3, 6}  # who waited for no row himself is not to blame
+    assert "did not come within health.data_timeout_s=2" in ended[3]
+    assert f"{server.url}/text/train/0" in ended[3]
+    assert 0 < len(steps_of(tmp_path / "silent")) < 20
