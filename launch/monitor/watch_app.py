@@ -92,29 +92,36 @@ class WatchApp(App[None]):
         self.look()
 
     def look(self) -> None:
-        """Reads the run once more; once again where the look before is still under way."""
-        self._again = self._looking
-        if not self._looking:
+        """Reads the run once more; once again after the look that is still under way."""
+        if self._looking:
+            self._again = True
+        else:
             self._looking = True
             self.run_worker(self._read, thread=True, name="look")
 
     def _read(self) -> None:
         try:
-            self._reader.refresh()
-            facts, width, now = run_facts(self._reader), max(20, self.size.width - 8), time.time()
-            self._logs = facts["logs"]
-            self._log, logs = log_panels(self._reader, facts, self._chosen, width)
-            pages = {
-                "run": run_panels(self._reader, facts, width, now),
-                "history": history_panels(facts, width, now, most_rows=_MOST_EVENTS),
-                "config": config_panels(self._reader, facts, width, now),
-                "logs": logs,
-            }
-            self.call_from_thread(self._show, pages, self._reader.status.state, self._reader.living)
+            self._read_once()
+            while self._again:
+                self._again = False
+                self._read_once()
         except PretrainError as error:  # storage out of reach: what was read stays on the screen
             self.call_from_thread(self.notify, str(error), severity="warning")
         finally:
             self._looking = False
+
+    def _read_once(self) -> None:
+        self._reader.refresh()
+        facts, width, now = run_facts(self._reader), max(20, self.size.width - 8), time.time()
+        self._logs = facts["logs"]
+        self._log, logs = log_panels(self._reader, facts, self._chosen, width)
+        pages = {
+            "run": run_panels(self._reader, facts, width, now),
+            "history": history_panels(facts, width, now, most_rows=_MOST_EVENTS),
+            "config": config_panels(self._reader, facts, width, now),
+            "logs": logs,
+        }
+        self.call_from_thread(self._show, pages, self._reader.status.state, self._reader.living)
 
     async def _show(self, pages: dict[str, list[Panel]], state: str, living: bool) -> None:
         for name, panels in pages.items():
@@ -135,8 +142,6 @@ class WatchApp(App[None]):
         self.shown = pages
         if not living:
             self.exit()
-        elif self._again:
-            self.call_after_refresh(self.look)
 
     def action_page(self, name: str) -> None:
         self.query_one(TabbedContent).active = name

@@ -26,12 +26,12 @@ def install(rank: int, attempt: int, plan: dict[str, Any]) -> None:
     read, forward = Loader.read, Decoder.forward
     stall_step, stall_s = plan["stall"]
 
-    def late(self: Loader, step: int, state: Any) -> StepData:
+    def late(self: Loader, step: int, state: Any, *more: Any) -> StepData:
         if rank == 1 and attempt == 1 and step + 1 == plan["kill"]:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and attempt == 1 and step + 1 == stall_step:
             time.sleep(stall_s)
-        return read(self, step, state)
+        return read(self, step, state, *more)
 
     def slow(self: Decoder, batch: Any) -> Any:
         if self.training:

@@ -154,7 +154,7 @@ def test_a_real_run_writes_every_field_of_the_registry_that_this_machine_has(pla
 
 
 def test_the_terminal_shows_what_the_page_shows(planted: Planted) -> None:
-    async def look() -> tuple[str, str]:
+    async def look() -> tuple[str, list[str]]:
         app = WatchApp(RunReader(planted.run), 0.5)
         async with app.run_test(size=(110, 60)) as pilot:
             deadline = time.monotonic() + 60
@@ -164,15 +164,19 @@ def test_the_terminal_shows_what_the_page_shows(planted: Planted) -> None:
             text = "\n".join(" ".join(panel.lines) for page in app.shown.values() for panel in page)
             marks = app.shown["history"][0].lines[0]
             assert marks.index("1") < marks.index("↶") < marks.index("✗") < marks.index("2"), marks
-            return " ".join(text.split()), app.export_screenshot()
+            pictures = [app.export_screenshot()]
+            await pilot.press("2")
+            await pilot.pause(0.5)
+            return " ".join(text.split()), [*pictures, app.export_screenshot()]
 
-    text, picture = asyncio.run(look())
+    text, pictures = asyncio.run(look())
     for fact in (f"rolled back at step {SPIKE}", "application fault in attempt 1", "the fault is of the data",
                  "data wait", "rework", "decoder.1", "layers.0", "rank 1 (x ", "durable", "sizes match",
                  "rollbacks 1", "running"):  # fmt: skip
         assert fact in text, (fact, text)
     if os.environ.get("SCREENSHOTS"):
-        Path(os.environ["SCREENSHOTS"], "watch.svg").write_text(picture)
+        for name, picture in zip(("watch", "watch-history"), pictures, strict=True):
+            Path(os.environ["SCREENSHOTS"], f"{name}.svg").write_text(picture)
 
 
 def test_speed_and_tokens_go_on_after_the_restart(planted: Planted) -> None:

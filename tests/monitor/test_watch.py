@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from launch.monitor.reader import RunReader
 from launch.monitor.terminal import render
 from launch.monitor.watch_app import WatchApp
 from launch.monitor.watch_panels import kept_values, sparkline
+from pretrain.errors import StoreError
 from pretrain.rundir import RunDirectory, this_process
 from tests.monitor.journals import Journal, step, validation
 from tests.monitor.runs import add_events, write_run
@@ -181,6 +184,40 @@ def test_the_app_scrolls_turns_light_and_is_left_by_a_key(tmp_path: Path) -> Non
         assert app.return_code == 0
 
     asyncio.run(look())
+
+
+def test_storage_that_is_out_of_reach_for_a_moment_leaves_the_app_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def look() -> None:
+        reader = RunReader(cli_run(living(tmp_path)))
+        app = WatchApp(reader, 0.1)
+        async with app.run_test(size=(100, 40)) as pilot:
+            await _until(pilot, lambda: bool(app.shown))
+            told: list[str] = []
+            monkeypatch.setattr(app, "notify", lambda text, **more: told.append(text))
+            with monkeypatch.context() as broken:
+                broken.setattr("launch.monitor.watch_app.run_facts", _out_of_reach)
+                await _until(pilot, lambda: bool(told))
+            assert told[0] == "bucket is out of reach"
+            assert app.shown["run"][0].lines[0].startswith("torn")
+            before = app.shown
+            await _until(pilot, lambda: app.shown is not before)
+            await pilot.press("q")
+
+    asyncio.run(look())
+
+
+async def _until(pilot: Any, seen: Callable[[], bool]) -> None:
+    for _ in range(400):
+        await pilot.pause(0.02)
+        if seen():
+            return
+    pytest.fail("not within 8 seconds")
+
+
+def _out_of_reach(reader: RunReader) -> None:
+    raise StoreError("bucket is out of reach")
 
 
 def test_an_interval_out_of_range_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
