@@ -10,6 +10,7 @@ on the screen, without a cache, read by the server for the first time.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -155,13 +156,25 @@ def _browse_once(home: Path, browser: Any) -> dict[str, float]:
     with Server(home) as server:
         for name, where in pages.items():
             page = browser.new_page(viewport={"width": 1400, "height": 1000})
+            before = _cpu_s_of_children()
             page.goto(f"{server.url}{where}", wait_until="commit")
             drawn = page.wait_for_function(_DRAWN, arg=name, timeout=120_000)
             found[f"dashboard.browser_{name}_s"] = drawn.json_value() / 1000
+            found[f"dashboard.browser_{name}_cpu_s"] = _cpu_s_of_children() - before
             page.close()
             while server.ask("api/runs")["reading"]:  # the list would take the processor of the pages after it
                 time.sleep(0.02)
     return found
+
+
+def _cpu_s_of_children() -> float:
+    """Of the server and every process of the browser: more than a page takes alone on a machine of several cores."""
+    total = 0.0
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _browse(home: Path, repetitions: int) -> list[dict[str, float]]:
