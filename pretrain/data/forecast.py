@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pretrain.config.schema import RunConfig
 from pretrain.data.rows import SourceRows
@@ -159,19 +160,21 @@ def shares(state: DataState, steps: int, points: int) -> list[tuple[int, int, di
 
 
 def _block_reads(state: DataState, end: int, ranks: int) -> tuple[dict[str, int], int]:
-    """Blocks that rank 0 reads by source, and the rows over which they were counted."""
+    """Blocks that rank 0 reads by source, each once an epoch, and the rows over which they were counted."""
     counted = min(end, _COUNTED_ROWS)
-    reads: dict[str, int] = {}
-    edges = [*(segment.first_row for segment in state.segments), counted]
-    for number, segment in enumerate(state.segments):
-        begin, stop = edges[number], min(edges[number + 1], counted)
-        rows = np.arange(begin, max(begin, stop), dtype=np.int64)
-        micro_batch = (rows - begin) % segment.rows_per_step * segment.parts // segment.micro_batch_size
-        part = rows[micro_batch % ranks == 0]
-        if not part.size:
+    found: dict[str, list[NDArray[np.int64]]] = {}
+    for span in step_spans(state):
+        segment = span.segment
+        stop = counted if span.num_steps is None else min(counted, span.first_row + span.num_steps * span.rows_per_step)
+        rows = np.arange(span.first_row, max(span.first_row, stop), dtype=np.int64)
+        parts = (rows - span.first_row) % span.rows_per_step * segment.parts
+        first, last = parts // segment.micro_batch_size, (parts + segment.parts - 1) // segment.micro_batch_size
+        mine = rows[last // ranks * ranks >= first]  # one of its micro-batches is rank 0's
+        if not mine.size:
             continue
-        placed = order_of(state.segments[: number + 1], state.seed).place_rows(part)
-        for source, epoch_block in enumerate(segment.sources):
-            of_source = placed[placed[:, 0] == source][:, 1:3]
-            reads[epoch_block.name] = reads.get(epoch_block.name, 0) + len(np.unique(of_source, axis=0))
+        started = tuple(one for one in state.segments if one.first_row <= span.first_row)
+        placed = order_of(started, state.seed).place_rows(mine)
+        for number, source in enumerate(segment.sources):
+            found.setdefault(source.name, []).append(placed[placed[:, 0] == number][:, 1:3])
+    reads = {name: len(np.unique(np.concatenate(places), axis=0)) for name, places in found.items()}
     return {name: round(count * end / max(counted, 1)) for name, count in reads.items()}, counted

@@ -49,27 +49,8 @@ def counted(config_file: Path) -> list[Counter[str]]:
     return steps
 
 
-@pytest.fixture(scope="module")
-def blocks_of_rank_0(config_file: Path) -> dict[str, set[tuple[int, int, int]]]:
-    """(part of the run, epoch, block) of each source that the first of two ranks needs: micro-batches 0 and 2 of 4."""
-    from pretrain.config import load_config
-
-    found: dict[str, set[tuple[int, int, int]]] = {"a": set(), "b": set()}
-    with open_loader(load_config(config_file, []), BYTE_LENGTHS, World()) as loader:
-        state = loader.initial_state()
-        for step in range(STEPS):
-            for number, (source, epoch, block, _) in enumerate(loader._places.of(state).tolist()):
-                if number // 2 % 2 == 0:
-                    found[loader.source_names[source]].add((step // 6, epoch, block))
-            state = loader.next_state(state)
-    return found
-
-
 def test_plan_counts_the_rows_that_the_run_takes(
-    config_file: Path,
-    counted: list[Counter[str]],
-    blocks_of_rank_0: dict[str, set[tuple[int, int, int]]],
-    capsys: pytest.CaptureFixture[str],
+    config_file: Path, counted: list[Counter[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["data", "plan", str(config_file), "--json", "--ranks", "2"]) == 0
     body = json.loads(capsys.readouterr().out)
@@ -77,9 +58,32 @@ def test_plan_counts_the_rows_that_the_run_takes(
     assert {source["name"]: source["rows"] for source in body["sources"]} == dict(total)
     assert (body["steps"], body["rows"], body["ranks"]) == (STEPS, 8 * STEPS, 2)
     for source in body["sources"]:
-        assert source["block_reads"] == len(blocks_of_rank_0[source["name"]])
         assert source["epochs"] == pytest.approx(total[source["name"]] / source["rows_in_epoch"])
         assert source["tokens"] == 16 * total[source["name"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_reads_per_rank_are_the_blocks_that_the_first_rank_takes_rows_from(
+    config_file: Path, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through a skip off the steps' grid, another mixture and shorter rows, of which a global row feeds two ranks."""
+    from pretrain.config import load_config
+
+    stages = [
+        {"from_step": 5, "weights": {"b": 1}},
+        {"from_step": 8, "sequence_length": 8, "micro_batch_size": 1, "weights": {"a": 2, "b": 1}},
+    ]
+    changes = [f"data.stages={json.dumps(stages)}", "data.skip_rows=[[16, 21]]"]
+    wanted: dict[str, set[tuple[int, int]]] = {"a": set(), "b": set()}
+    with open_loader(load_config(config_file, changes), BYTE_LENGTHS, World(0, ranks, 0, ranks)) as loader:
+        state = loader.initial_state()
+        for _ in range(STEPS):
+            for source, epoch, block, _row in loader._places.of(state).tolist():
+                wanted[loader.source_names[source]].add((epoch, block))
+            state = loader.next_state(state)
+    assert cli.main(["data", "plan", str(config_file), "--json", f"--ranks={ranks}", *changes]) == 0
+    found = {source["name"]: source["block_reads"] for source in json.loads(capsys.readouterr().out)["sources"]}
+    assert found == {name: len(blocks) for name, blocks in wanted.items()}
 
 
 def test_plan_prints_the_pipeline_and_a_line_for_each_source(
