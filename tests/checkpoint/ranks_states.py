@@ -87,6 +87,7 @@ def bitwise(world: World, folder: str, cases: dict[str, dict[str, Any]]) -> dict
             "groups": {group: kept["element_keys"] for group, kept in manifest.optimizer["groups"].items()},
             "kinds": sorted(set(manifest.groups.values())),
             "bytes": manifest.total_bytes,
+            "shares": [sum(count for _, _, count in file.ranges) for file in manifest.files],
             "numbers": sum(count for file in manifest.files for _, _, count in file.ranges),
             "whole": sum(torch.Size(shape).numel() for shape in manifest.parameters.values()),
         }

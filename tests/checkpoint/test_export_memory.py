@@ -1,4 +1,4 @@
-"""An export holds one weight at a time: its memory does not grow with the model."""
+"""Memory beside the state: an export holds one weight at a time, a save one copy, a restore a few pieces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pretrain.checkpoint import open_weights, save
+from pretrain.checkpoint import open_weights, restore, save
 from pretrain.config.schema import DecoderConfig, LossConfig
 from pretrain.model.hf.directory import export_model
 from pretrain.model.hf.family import ExportOptions
@@ -25,6 +25,7 @@ MODEL = DecoderConfig(
     feed_forward_width=2048,
 )  # fmt: skip
 PIECE_MB = 8  # what is read and checked at once
+STATE = {"weight": (8_000_000,)}
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -46,6 +47,33 @@ def export(folder: str) -> None:
     print(json.dumps((after - before) / 1024 * warm[0].item()))
 
 
+def save_and_restore(folder: str) -> None:
+    """Saves twice and restores once in this process; prints by how many MB its memory has grown at most after each."""
+    store, source, other = open_store(folder), Plain(1, shapes=STATE), Plain(2, shapes=STATE)
+    before, grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for step in (1, 2):
+        save(store, source, step=step, attempt=1, training_state={}, world=World(), guard=lambda: None).wait()
+        grown.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert restore(store, other, World()) is not None
+    grown.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    print(json.dumps([size / 1024 for size in grown]))
+
+
+def run(call: str) -> str:
+    program = f"from tests.checkpoint import test_export_memory as here; here.{call}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_save_needs_memory_for_one_copy_of_the_state_and_a_restore_for_pieces(tmp_path: Path) -> None:
+    state_mb = 2 * 4 * 8_000_000 / 2**20
+    first, second, restored = json.loads(run(f"save_and_restore({str(tmp_path)!r})"))
+    assert 0.9 * state_mb < first < 1.05 * state_mb + 12
+    assert second - first < 12
+    assert restored - second < 4 * PIECE_MB + 12
+
+
 def test_an_export_needs_memory_for_one_weight_whatever_the_size_of_the_model(tmp_path: Path) -> None:
     sizes = {name: torch.Size(shape).numel() * 4 / 2**20 for name, shape in shapes().items()}
     whole_mb, largest_mb = sum(sizes.values()), max(sizes.values())
@@ -55,10 +83,7 @@ def test_an_export_needs_memory_for_one_weight_whatever_the_size_of_the_model(tm
         open_store(tmp_path / "checkpoints"), source, step=1, attempt=1, training_state={}, world=World(),
         guard=lambda: None,
     ).wait()  # fmt: skip
-    program = f"from tests.checkpoint.test_export_memory import export; export({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    grown_mb = float(done.stdout)
+    grown_mb = float(run(f"export({str(tmp_path)!r})"))
     # A weight in fp32, its bf16 copy and that one's bytes; pieces of the file twice; what the interpreter takes.
     assert grown_mb < 3 * largest_mb + 2 * PIECE_MB + 12, f"{grown_mb:.0f} of {whole_mb:.0f} MB"
     assert len(list((tmp_path / "out").glob("*.safetensors"))) >= 3

@@ -7,6 +7,8 @@ import math
 import pytest
 
 from pretrain.checkpoint.interval import FailureRate, best_interval_s, count_failures
+from pretrain.config.schema import CheckpointConfig
+from pretrain.train.interval import IntervalAdvisor
 
 
 def wasted(interval_s: float, cost_s: float, failure_s: float) -> float:
@@ -32,6 +34,27 @@ def test_what_was_expected_fades_as_the_run_measures() -> None:
     assert FailureRate().mean_time_s(86400.0) == 86400.0
     assert FailureRate(0, 86400.0).mean_time_s(86400.0) == 172800.0
     assert FailureRate(99, 99 * 3600.0).mean_time_s(3600.0) == 3600.0
+
+
+def test_the_advice_has_the_numbers_is_told_once_and_says_whether_it_is_applied() -> None:
+    asked = CheckpointConfig(every="auto", every_steps=10, expected_failure_hours=2.0)
+    advisors = [IntervalAdvisor(config, FailureRate()) for config in (asked, CheckpointConfig(every_steps=10))]
+    assert [advisor.advice(None) for advisor in advisors] == [None, None]
+    for advisor in advisors:
+        for stall_s in (0.4, 0.5, 9.0):
+            advisor.note_save(stall_s, 3.0)
+    young_s = math.sqrt(2 * 0.5 * 7200)  # of the middle stall; Daly's terms add a percent
+    assert advisors[0].seconds == pytest.approx(young_s, rel=0.02)
+    applied, told = advisors[0].advice(10.0), advisors[1].advice(None)
+    assert applied == (
+        "a save costs 0.5 s and a failure is expected every 2 h: best is a save every "
+        f"{advisors[0].seconds:.3g} s (about {round((advisors[0].seconds or 0) * 10)} steps); applied"
+    )
+    assert told is not None
+    assert told.endswith("; checkpoint.every=auto applies it")
+    assert advisors[0].advice(10.0) is None
+    advisors[0].note_save(0.5, 1e5)  # one slow write is not the rule
+    assert advisors[0].advice(10.0) is None
 
 
 def test_failures_and_running_time_are_those_of_the_journal() -> None:

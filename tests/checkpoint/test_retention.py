@@ -15,6 +15,7 @@ from pretrain.checkpoint import (
     Retention,
     list_checkpoints,
     open_verified,
+    open_weights,
     pin,
     prune,
     reading,
@@ -96,6 +97,9 @@ def test_what_is_read_or_pinned_is_not_deleted(tmp_path: Path) -> None:
     pin(store, names[1])
     with reading(store, names[0], "test"):
         assert prune(store, Retention(1), lambda: None) == [names[2]]
+    for open_it in (open_verified, lambda *of: open_weights(*of, "export")):  # what an export and a reader of all open
+        with open_it(store, names[0]):
+            assert prune(store, Retention(1), lambda: None) == []
     assert prune(store, Retention(1), lambda: None) == [names[0]]
     assert unpin(store, names[1])
     assert not unpin(store, names[1])

@@ -87,6 +87,9 @@ def test_a_tied_matrix_is_one_tensor_before_and_after_and_in_the_files(
 def test_every_number_is_written_once_by_one_rank(results: list[dict[str, Any]], name: str) -> None:
     result = results[0]
     assert result["numbers"] == result["whole"]
+    # What both ranks hold (weights at stage 0, frozen ones, buffers, all of Muon's matrices) is shared as well.
+    assert sum(result["shares"]) == result["whole"]
+    assert max(result["shares"]) < 0.6 * result["whole"]
     adam = ["exp_avg", "exp_avg_sq"]
     groups = {"muon": ["momentum_buffer"], "decay": adam, "no_decay": adam} if "muon" in name else None
     assert result["groups"] == (groups or {"decay": adam, "no_decay": adam})

@@ -121,6 +121,30 @@ def no_targets(world: World) -> dict[str, Any]:
     return results
 
 
+def rank_without_targets(world: World) -> dict[str, dict[str, Any]]:
+    """A step whose targets are all on rank 0, against one where the same micro-batches are spread over two ranks."""
+    first, second, empty = micro_batch(0, 0), micro_batch(0, 1), empty_batch()
+    targets = first.target_tokens + second.target_tokens
+    results = {}
+    for stage in range(4):
+        masters, outcomes, losses = [], [], []
+        for shares in (((first, second), (empty, empty)), ((first, empty), (second, empty))):
+            config = run_config(stage, optimizer={"kind": "sgd", "learning_rate": 1.0, "gradient_clipping": 0.5})
+            engine = make_engine(config, world)
+            sums = [engine.micro_step(batch, global_target_tokens=targets) for batch in shares[world.rank]]
+            outcomes.append(engine.step(1.0))
+            losses.append(distributed.all_reduce_sums([sum(float(s.nll) for s in sums)])[0] / targets)
+            masters.append(whole_masters(engine))
+            engine.close()
+        results[str(stage)] = {
+            "applied": [outcome.applied for outcome in outcomes],
+            "norms": [outcome.gradient_norm for outcome in outcomes],
+            "losses": losses,
+            "apart": max(float((masters[0][name] - masters[1][name]).abs().max()) for name in masters[0]),
+        }
+    return results
+
+
 def exact_start(world: World) -> dict[str, bool]:
     """Whether the masters are the model's fp32 values bit for bit, and the optimizer fresh."""
     results = {}

@@ -31,7 +31,16 @@ def pair() -> list[RankResult]:
     """Everything that two ranks have to show, from one pair of processes."""
     calls: dict[str, dict[str, Any]] = {
         name: {}
-        for name in ("non_finite", "clipped_lengths", "no_targets", "exact_start", "evaluation", "gathered", "misuse")
+        for name in (
+            "non_finite",
+            "clipped_lengths",
+            "no_targets",
+            "rank_without_targets",
+            "exact_start",
+            "evaluation",
+            "gathered",
+            "misuse",
+        )
     }
     calls["curves"] = {"cases": FP32_CASES, "steps": 20}
     calls["bf16_curves"] = {"cases": BF16_CASES, "steps": 6}
@@ -106,6 +115,14 @@ def test_clipping_bounds_the_step_and_the_norm_is_the_one_before_it(pair: list[R
 def test_a_step_without_targets_is_finite_and_changes_nothing(pair: list[RankResult]) -> None:
     for case, result in pair[0].value["no_targets"].items():
         assert result == {"loss": [0.0, 0.0, 0.0], "norm": 0.0, "unchanged": True}, case
+
+
+def test_a_rank_without_targets_adds_nothing_and_spoils_nothing(pair: list[RankResult]) -> None:
+    for stage, result in pair[0].value["rank_without_targets"].items():
+        assert result["applied"] == [True, True], stage
+        assert result["losses"][0] == pytest.approx(result["losses"][1], rel=1e-6), stage
+        assert 0 < result["norms"][0] == pytest.approx(result["norms"][1], rel=1e-5), stage
+        assert result["apart"] < 1e-6, stage
 
 
 def test_masters_start_at_the_exact_fp32_weights(pair: list[RankResult]) -> None:
