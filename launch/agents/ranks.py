@@ -23,6 +23,7 @@ from pretrain.train.watch import STACKS_SIGNAL
 
 STACKS_WITHIN_S = 0.3  # a rank that can run writes them within milliseconds
 STACK_BYTES = 64 * 1024
+LOOK_EVERY_S = 0.5  # at whether processes are stopped
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class _Rank:
     answer_until_t: float | None = None  # a standby that has not answered yet; None: it is a rank
     killed: bool = False
     log_bytes: int = 0  # of its log before it was asked for its stacks
+    stopped: bool = False  # its process, when it was last looked at
     output: IO[bytes] | None = None  # what it printed as a standby
 
     @property
@@ -54,6 +56,7 @@ class Ranks:
         self._listener: socket.socket | None = None
         self._word: str | None = None
         self._stacks_t: float | None = None  # when what the ranks wrote about their stacks is read
+        self._looked_t = 0.0
 
     def start(self, orders: Sequence[RankOrder], listener: socket.socket | None) -> None:
         """Starts the ranks of an attempt; takes the listening socket of rank 0 over."""
@@ -92,6 +95,17 @@ class Ranks:
         for rank in self._ranks.values():
             if rank.answer_until_t is not None and now > rank.answer_until_t:
                 rank.child.kill()
+        if now - self._looked_t >= LOOK_EVERY_S:
+            self._looked_t = now
+            self._look_for_stopped()
+
+    def _look_for_stopped(self) -> None:
+        """Tells of a rank whose process was stopped, or goes on: its silence is no slow disk's, whatever its phase."""
+        for number, rank in self._ranks.items():
+            stopped = state_of(rank.child.pid) == "T"
+            if stopped != rank.stopped:
+                rank.stopped = stopped
+                self._tell(number, "stack", state="T" if stopped else "S", text="")
 
     def close(self) -> None:
         """Kills and reaps all."""

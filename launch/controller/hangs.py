@@ -3,9 +3,10 @@
 takes → heartbeats, stacks; gives → durations of phases, the rank over its deadline, the odd one out, a report.
 A hang is to be known, with all stacks, within 3 times the longest of the last steps plus 2 s. A rank that waits for
 rows says so twice a second, so its silence means the same as in a step; copies of the state have the like from their
-own times, and phases that wait for disks 10 s more. `heartbeat_timeout_s` bounds all and holds until enough is known.
-Of ranks that wait for each other only those that are furthest behind (by the number of their collective) are judged:
-who waits for a slow disk of another rank hangs not.
+own times, and phases that wait for disks 10 s more, unless the rank's process is stopped. `heartbeat_timeout_s` bounds
+all and holds until enough is known. The first step of a new shape may compile, has the bound of a start, and makes
+what was known of steps void. Of ranks that wait for each other only those that are furthest behind (by the number of
+their collective) are judged: who waits for a slow disk of another rank hangs not.
 Own design (DESIGN section 7).
 """
 
@@ -36,6 +37,8 @@ def hear(view: RankView, beat: Beat, now: float, times: PhaseTimes) -> tuple[Ran
     phase_t = view.phase_t if beat.phase == view.phase and view.phase_t else told
     if beat.phase != view.phase and view.phase not in (*_STEP_PHASES, "start") and view.phase_t:
         times = learn(times, view.phase, told - view.phase_t)
+    if beat.phase == "compile" != view.phase and view.trained:  # what was known of steps was of another shape
+        times = PhaseTimes({**times.seconds, "step": ()})
     if beat.step > view.step:
         if view.trained and view.first_step is not None and beat.step == view.step + 1:
             times = learn(times, "step", step_s)
@@ -56,6 +59,8 @@ def learn(times: PhaseTimes, phase: str, seconds: float) -> PhaseTimes:
 
 def deadline_s(times: PhaseTimes, phase: str, limits: Limits) -> float:
     """How long a rank that trains may be silent in a phase."""
+    if phase == "compile":
+        return max(limits.heartbeat_timeout_s, limits.start_timeout_s)
     steps = times.seconds.get("step", ())
     known = steps if phase in _STEP_PHASES else times.seconds.get(phase, ())
     if not limits.learned_deadlines or min(len(steps), len(known)) < _ENOUGH:
@@ -76,7 +81,9 @@ def find_hang(state: RunState, now: float, limits: Limits) -> Fault | None:
         elif not view.trained:  # the first step may compile
             over = now - view.heard_t > max(limits.heartbeat_timeout_s, limits.start_timeout_s)
         else:
-            limit_s = deadline_s(state.times, view.phase, limits) if len(training) == len(living) else None
+            stack = state.stacks.get(rank)  # an agent tells of a process that is stopped, which no disk is to blame for
+            phase = "step" if stack and stack.process_state == "T" else view.phase
+            limit_s = deadline_s(state.times, phase, limits) if len(training) == len(living) else None
             over = view.collective == behind and now - view.heard_t > (limit_s or limits.heartbeat_timeout_s)
         if over:
             silent.append((view.heard_t, rank, view))

@@ -146,6 +146,7 @@ def _start(state: RunState, seen: Observation, now: float) -> Decision:
         exited=False,
         judged_t=now,
         slow=frozenset(),
+        stacks={},
         asked=False,
         growth=growth,
         ranks=ranks,

@@ -246,7 +246,7 @@ class RunState:
     looked_t: float | None = None
     times: PhaseTimes = field(default_factory=PhaseTimes)
     suspected: Fault | None = None  # the hang that is being examined
-    stacks: Mapping[int, RankStack] = field(default_factory=dict)
+    stacks: Mapping[int, RankStack] = field(default_factory=dict)  # that were asked for, and of stopped processes
     slow: frozenset[int] = frozenset()  # ranks that were told as stragglers
     why: str = "first start"  # why the next attempt starts
     outcome: Outcome | None = None  # decided; carried out when the ranks are gone

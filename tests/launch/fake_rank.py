@@ -1,8 +1,8 @@
 """A rank that trains nothing but speaks the protocol: heartbeats, lifeline, events, exit codes.
 
 Driven by the variable FAKE, JSON: steps, step_s, commit_every, and faults, a list of
-{attempt, rank, step, do}, where do is `exit:N`, `signal:N`, `hang`, `raise:N` (N calls deep), or `slow:S` (once, S
-seconds).
+{attempt, rank, step, do}, where do is `exit:N`, `signal:N`, `hang`, `raise:N` (N calls deep), `slow:S` (once, S
+seconds), or `stop-in-save`.
 As a standby it imports nothing; `standby` in FAKE is what it does instead, `exit:N` or `slow:S`.
 Its whole state is the file `fake.step` in the run directory, so a restart goes on from the last commit.
 """
@@ -47,6 +47,9 @@ class Rank:
                     os._exit(int(number))
                 if kind == "signal":
                     os.kill(os.getpid(), int(number))
+                if kind == "stop-in-save":
+                    self.heartbeat.phase("save", step)
+                    os.kill(os.getpid(), signal.SIGSTOP)
                 if kind == "raise":
                     self.dig(int(number))
                 if kind == "slow":

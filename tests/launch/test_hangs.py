@@ -73,6 +73,32 @@ def test_a_hang_is_seen_within_three_step_times_and_two_seconds_and_both_stacks_
     assert FORWARD in fault.report
 
 
+@pytest.mark.parametrize(("state", "within_s"), [("T", 3 * 0.5 + 1.7), ("D", 60.5)])
+def test_a_stopped_process_hangs_as_in_a_step_also_where_it_might_wait_for_a_disk(state: str, within_s: float) -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    step = play.state.ranks[0].step
+    play.see(beats=tuple(Beat(rank, "save", step, step + 2 - rank, play.now) for rank in (0, 1)))
+    silent_since = play.now
+    play.see(stacks=(RankStack(1, state, ""),))
+    assert play.wait(70) == [TakeStacks()]
+    assert within_s - 0.5 < play.now - silent_since <= within_s
+    assert play.state.suspected is not None
+    assert play.state.suspected.rank == 1
+
+
+def test_a_process_that_was_stopped_and_goes_on_may_wait_for_its_disk() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    step = play.state.ranks[0].step
+    for state in ("T", "S"):
+        play.see(stacks=(RankStack(1, state, ""),))
+    play.see(beats=(Beat(1, "save", step, step + 1, play.now), Beat(0, "save", step, step + 2, play.now)))
+    assert play.wait(50) == []
+
+
 def test_a_rank_that_is_heard_again_while_it_is_examined_was_only_slow() -> None:
     play = Steps(LEARNED)
     play.start()
@@ -119,6 +145,22 @@ def test_who_waits_for_a_rank_that_still_may_take_its_time_does_not_hang() -> No
     silent_since = play.now
     assert play.wait(10) == [TakeStacks()]
     assert 3 * 0.5 + 1.5 <= play.now - silent_since <= 3 * 0.5 + 1.8
+
+
+def test_the_first_step_of_a_new_shape_may_compile_and_makes_what_was_known_of_steps_void() -> None:
+    play = Steps(replace(LEARNED, start_timeout_s=120.0))
+    play.start()
+    play.run(8, 0.5)
+    step = play.state.ranks[0].step + 1
+    play.see(beats=tuple(Beat(rank, "compile", step, step + 1, play.now) for rank in (0, 1)))
+    assert play.wait(100) == []
+    play.see(beats=tuple(Beat(rank, "step", step, step + 1, play.now) for rank in (0, 1)))
+    for _ in range(4):
+        assert play.wait(9) == []  # by what was known before, 3 x 0.5 + 1.5 s would be too long
+        play.run(1, 0.1)
+    silent_since = play.now
+    assert play.wait(40) == [TakeStacks()]
+    assert 3 * 9 + 1.5 <= play.now - silent_since <= 3 * 9.5 + 2
 
 
 def test_waiting_for_rows_does_not_make_later_steps_seem_long() -> None:
@@ -178,9 +220,10 @@ def test_a_straggler_is_told_once_with_its_node_and_quantiles() -> None:
     assert stragglers(even.state.ranks, LEARNED) == []
 
 
-@pytest.mark.parametrize("how", ["stopped", "asleep"])
+@pytest.mark.parametrize("how", ["stopped", "stopped in a save", "asleep"])
 def test_a_rank_that_stops_or_sleeps_is_named_its_stack_kept_and_the_run_goes_on(tmp_path: Path, how: str) -> None:
-    faults = [{"attempt": 1, "rank": 1, "step": 20, "do": "hang"}] if how == "asleep" else []
+    do = {"asleep": "hang", "stopped in a save": "stop-in-save"}.get(how)
+    faults = [{"attempt": 1, "rank": 1, "step": 20, "do": do}] if do else []
     with scene(tmp_path, {"n": 2}, {"steps": 60, "step_s": 0.05, "faults": faults}) as play:
         pids = play.pids(1)
         play.wait_for(lambda: play.events("committed"))
@@ -195,7 +238,9 @@ def test_a_rank_that_stops_or_sleeps_is_named_its_stack_kept_and_the_run_goes_on
     assert (fault["cause"], fault["rank"]) == ("hang", 1)
     page = (Path(play.run.url) / fault["report"]).read_text()
     assert f"rank 1 on {os.uname().nodename}" in page
-    if how == "stopped":
+    if how == "stopped in a save":
+        assert "in phase save" in fault["message"]
+    if how != "asleep":
         assert "its process is stopped" in fault["message"]
     else:
         assert "fake_rank.py" in page.partition("--- stacks of rank 1")[2]
