@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from pretrain.engine.state import MASTER, Fragment, Savable
 from pretrain.store.direct import ALIGNMENT
 
 PADDING = "padding|"  # the names of tensors that hold nothing begin with it
+_PIECE = 2**28  # bytes between two signs of life
 _LARGE = 2**20  # bytes; where a smaller run begins does not matter
 
 
@@ -34,15 +36,23 @@ class HostCopy:
     used: int = 0
     header_bytes: int = 0
 
-    def take(self, fragments: list[Fragment], metadata: dict[str, str]) -> None:
-        """Copies every fragment's tensors, key by key. The only part of a save that the loop waits for."""
+    def take(
+        self, fragments: list[Fragment], metadata: dict[str, str], tell: Callable[[str], None] = lambda phase: None
+    ) -> None:
+        """Copies every fragment's tensors, key by key. The only part of a save that the loop waits for.
+
+        Args:
+            tell: called with what is done: `allocate` before memory is asked for, `copy` as the copy goes on.
+        """
         runs = _runs([(tensor_name(key, f.name), f.tensors[key].detach(), key) for f in fragments for key in f.tensors])
         entries = [(name, tensor.dtype, tensor.numel()) for run in runs for name, tensor in run.tensors]
         header = safetensors_header(entries, metadata)
         self.header_bytes = len(header)
         self.used = len(header) + sum(run.padding + run.source.nbytes for run in runs)
         if self.data.numel() < self.used:
+            tell("allocate")  # where memory is pinned, that takes many times the copy
             self.data = _buffer(self.used, pinned=any(run.source.is_cuda for run in runs[:1]))
+            tell("copy")
         self.data[: len(header)].numpy()[:] = np.frombuffer(header, dtype=np.uint8)
         position = len(header)
         for run in runs:
@@ -51,7 +61,10 @@ class HostCopy:
             source, target = run.source, self.data[position : position + run.source.nbytes]
             if source.device.type == "cpu" and source.is_contiguous():
                 # memcpy, which goes around the caches: torch's own copy takes 1.26 times as long.
-                np.copyto(target.numpy(), source.view(torch.uint8).numpy())
+                there, here = target.numpy(), source.view(torch.uint8).numpy()
+                for start in range(0, here.size, _PIECE):
+                    np.copyto(there[start : start + _PIECE], here[start : start + _PIECE])
+                    tell("copy")
             else:
                 target.view(source.dtype).copy_(source, non_blocking=True)
             position += source.nbytes

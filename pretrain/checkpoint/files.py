@@ -65,8 +65,15 @@ class CheckpointFiles:
     `notes` tells what was unusual.
     """
 
-    def __init__(self, sources: Sources, manifest: Manifest, threads: int = 1) -> None:
-        """`sources` of the checkpoint's own folder."""
+    def __init__(
+        self, sources: Sources, manifest: Manifest, threads: int = 1, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """
+        Args:
+            sources: of the checkpoint's own folder.
+            progress: called for each piece that was read, by the thread that waits for all of them.
+        """
+        self._progress = progress
         self._sources, self._threads, self._name = sources, threads, manifest.name
         self._names = list(manifest.parameters)
         self._headers: dict[str, dict[str, TensorSlot]] = {}
@@ -132,7 +139,7 @@ class CheckpointFiles:
         ]
         with ThreadPoolExecutor(self._threads, thread_name_prefix="restore") as pool:
             for _ in pool.map(lambda item: action(*item), work):
-                pass
+                self._progress()
 
     def notes(self) -> list[str]:
         """State that was read into another type, and pieces that were only right when they were read again."""

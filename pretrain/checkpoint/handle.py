@@ -28,6 +28,10 @@ class SaveProgress:
     bytes: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
+    def step(self) -> None:
+        """One bit more is done."""
+        self.count += 1
+
 
 class SaveHandle:
     """A save under way.

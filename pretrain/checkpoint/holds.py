@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from pretrain.checkpoint.format import MANIFEST
@@ -125,8 +125,11 @@ def reading(store: Store, name: str, purpose: str) -> Iterator[None]:
                 store.delete(key)
 
 
-def delete_unless_held(store: Store, name: str) -> bool:
+def delete_unless_held(store: Store, name: str, progress: Callable[[], None] = lambda: None) -> bool:
     """Deletes a checkpoint, manifest first, unless somebody reads or pins it; says whether it is gone.
+
+    Args:
+        progress: called for each deleted file.
 
     Raises:
         StoreError: a deletion failed.
@@ -140,7 +143,7 @@ def delete_unless_held(store: Store, name: str) -> bool:
     if manifest is not None and (is_pinned(store, name) or readers(store, name)):
         store.put(f"{name}/{MANIFEST}", manifest)
         return False
-    store.delete_tree(name)
+    store.delete_tree(name, progress)
     return True
 
 

@@ -7,6 +7,7 @@ no engine, no process group.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -49,15 +50,18 @@ class CheckpointInfo:
         return asdict(self)
 
 
-def list_checkpoints(store: Store) -> list[CheckpointInfo]:
+def list_checkpoints(store: Store, progress: Callable[[], None] = lambda: None) -> list[CheckpointInfo]:
     """All of them, newest (largest attempt, then step) first; looks at sizes, reads no tensors.
+
+    Args:
+        progress: called for each file that is looked at.
 
     Raises:
         StoreError: the store cannot be listed.
     """
     named = [(parse_name(name), name) for name in store.names()]
     found = sorted(((order, name) for order, name in named if order), reverse=True)
-    return [_inspect(store, name, attempt, step) for (attempt, step), name in found]
+    return [_inspect(store, name, attempt, step, progress) for (attempt, step), name in found]
 
 
 def verify_checkpoint(store: Store, name: str, *, sidecars: bool = True) -> list[str]:
@@ -97,12 +101,17 @@ def _sidecar_problems(store: Store, name: str, manifest: Manifest) -> list[str]:
     return problems
 
 
-def _inspect(store: Store, name: str, attempt: int, step: int) -> CheckpointInfo:
+def _inspect(store: Store, name: str, attempt: int, step: int, progress: Callable[[], None]) -> CheckpointInfo:
+    progress()
     entries = store.names(name)
     pinned, manifest = PIN_FILE in entries, _manifest(store, name)
     if isinstance(manifest, str):
         return CheckpointInfo(name, step, attempt, None, None, manifest, pinned)
-    problems = [problem for file in manifest.files if (problem := size_problem(store, name, file))]
+    problems = []
+    for file in manifest.files:
+        problem = size_problem(store, name, file)
+        problems += [problem] if problem else []
+        progress()
     if SET_ASIDE_FILE in entries:
         problems.append(f"set aside: {why_set_aside(store, name)}")
     ranks, validation = manifest.origin.get("ranks"), manifest.origin.get("validation", {})

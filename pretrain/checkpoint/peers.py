@@ -16,7 +16,7 @@ import os
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -77,13 +77,14 @@ class Peer:
                 raise ConnectionError(f"it gave {len(data)} of {length} bytes")
             return data
 
-    def put(self, key: str, chunks: list[memoryview]) -> None:
-        """Puts a file there; whole or not at all. Raises StoreError."""
+    def put(self, key: str, chunks: list[memoryview], progress: Callable[[], None] = lambda: None) -> None:
+        """Puts a file there, with a word of `progress` for each piece; whole or not at all. Raises StoreError."""
         with self._connected("write", key) as connection:
             size = sum(len(chunk) for chunk in chunks)
             connection.ask({"token": self._token, "put": self._key(key), "bytes": size})
             for chunk in chunks:
                 connection.socket.sendall(chunk)
+                progress()
             connection.answer()
 
     def _key(self, key: str) -> str:

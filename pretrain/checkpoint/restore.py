@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pretrain.checkpoint.digests import num_threads
 from pretrain.checkpoint.files import CheckpointFiles, DamagedError, Sources, only_in
@@ -48,6 +48,19 @@ class Restored:
     notes: list[str] = field(default_factory=list)
 
 
+@runtime_checkable
+class Progress(Protocol):
+    """Told of each bit of a restore's progress."""
+
+    def __call__(self, *, collective: bool = False) -> None:
+        """`collective`: from here on this rank waits for the others."""
+        ...
+
+
+def untold(*, collective: bool = False) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     """Something to restore from: a durable checkpoint, or a copy in memory."""
@@ -72,11 +85,13 @@ def restore(
     name: str | None = None,
     memory: MemoryTier | None = None,
     newest_step: int | None = None,
+    beat: Progress = untold,
 ) -> Restored | None:
     """Restores the newest good checkpoint of both tiers, or the durable one called `name`. A collective.
 
     Args:
         newest_step: nothing later than this is considered.
+        beat: told of the progress, so that a slow store can be told from a hang.
 
     Returns:
         None when none was ever published durably and memory holds nothing that can be used.
@@ -85,7 +100,7 @@ def restore(
         CheckpointError: `name` is absent or bad; all published ones are damaged; the model does not fit.
         StoreError: there is no other, and one could not be read now.
     """
-    durable, skipped = shared_choice(store, world, name)
+    durable, skipped = shared_choice(store, world, name, beat)
     candidates = [_Candidate(durable_name) for durable_name in durable]
     if memory is not None and name is None:
         candidates += [_Candidate(copy.name, copy) for copy in memory.copies()]
@@ -95,9 +110,9 @@ def restore(
     unreadable = False
     for candidate in sorted(candidates, key=lambda one: one.order, reverse=True):
         if candidate.copy is not None and memory is not None:
-            manifest, filled = _try_memory(memory, engine, world, candidate.copy, check_first=not durable)
+            manifest, filled = _try_memory(memory, engine, world, candidate.copy, beat, check_first=not durable)
         else:
-            manifest, filled = _try_durable(store, world, engine, candidate.name)
+            manifest, filled = _try_durable(store, world, engine, candidate.name, beat)
         if manifest is not None and filled.problem is None:
             state, in_memory = manifest.training_state, candidate.copy is not None
             passing("load.done", candidate.name)
@@ -117,7 +132,9 @@ def restore(
     )
 
 
-def _try_durable(store: Store, world: World, engine: Stateful, name: str) -> tuple[Manifest | None, Filled]:
+def _try_durable(
+    store: Store, world: World, engine: Stateful, name: str, beat: Progress
+) -> tuple[Manifest | None, Filled]:
     """Reads a durable checkpoint; gives its manifest, or why it cannot be used. A collective.
 
     One whose bytes are not as written is set aside, so that nobody reads it in vain again.
@@ -125,7 +142,7 @@ def _try_durable(store: Store, world: World, engine: Stateful, name: str) -> tup
     manifest, problem = shared_manifest(store, world, name)
     if manifest is None:
         return None, Filled(problem)
-    found = fill_engine(only_in(store.child(name)), engine, world, manifest, what_fits(manifest, engine))
+    found = fill_engine(only_in(store.child(name)), engine, world, manifest, what_fits(manifest, engine), beat=beat)
     if found.damaged and world.is_main:
         with suppress(StoreError):
             set_aside(store, name, found.problem or "")
@@ -133,7 +150,7 @@ def _try_durable(store: Store, world: World, engine: Stateful, name: str) -> tup
 
 
 def _try_memory(
-    memory: MemoryTier, engine: Stateful, world: World, copy: MemoryCopy, *, check_first: bool
+    memory: MemoryTier, engine: Stateful, world: World, copy: MemoryCopy, beat: Progress, *, check_first: bool
 ) -> tuple[Manifest | None, Filled]:
     """The same for a copy in memory, of which a rank reads what it needs from the nodes that hold it. A collective.
 
@@ -143,15 +160,19 @@ def _try_memory(
     if copy.problem:
         return None, Filled(copy.problem)
     fitting, sources = what_fits(copy.manifest, engine), memory.sources(copy)
-    return copy.manifest, fill_engine(sources, engine, world, copy.manifest, fitting, check_first=check_first)
+    return copy.manifest, fill_engine(
+        sources, engine, world, copy.manifest, fitting, check_first=check_first, beat=beat
+    )
 
 
-def shared_choice(store: Store, world: World, name: str | None) -> tuple[list[str], list[tuple[str, str]]]:
+def shared_choice(
+    store: Store, world: World, name: str | None, beat: Progress = untold
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Rank 0's list of whole-looking checkpoints, newest first, and of those passed over. A collective."""
     answer: dict[str, Any] = {}
     if world.is_main:
         try:
-            found = list_checkpoints(store)
+            found = list_checkpoints(store, beat)
             if name is None:
                 good = [info.name for info in found if info.problem is None]
                 newest_good = next((i for i, info in enumerate(found) if info.problem is None), len(found))
@@ -160,6 +181,7 @@ def shared_choice(store: Store, world: World, name: str | None) -> tuple[list[st
                 answer = _named(store, found, name)
         except PretrainError as error:
             answer = {"error": str(error)}
+    beat(collective=True)
     answer = json.loads(broadcast_bytes(json.dumps(answer).encode() if world.is_main else None))
     if "error" in answer:
         raise CheckpointError(answer["error"])
@@ -212,6 +234,7 @@ def fill_engine(
     *,
     only: set[str] | None = None,
     check_first: bool = False,
+    beat: Progress = untold,
 ) -> Filled:
     """Fills this rank's state from pieces that were checked; gives the problems of all ranks. A collective.
 
@@ -220,7 +243,7 @@ def fill_engine(
         check_first: read and check everything once more ahead, so that a problem leaves the weights as they were.
     """
     fragments = engine.begin_restore(fitting.element_keys, fitting.scalars)
-    files = CheckpointFiles(sources, manifest, num_threads(world.ranks_per_node))
+    files = CheckpointFiles(sources, manifest, num_threads(world.ranks_per_node), beat)
 
     def plan() -> None:
         for fragment in fragments:
@@ -229,7 +252,7 @@ def fill_engine(
 
     passing("load.verified", manifest.name)
     for action in (plan, *((files.check,) if check_first else ()), files.read):
-        filled = _together(action, files)
+        filled = _together(action, files, beat)
         passing("load.read", manifest.name)
         if filled.problem:
             if check_first and action != files.read:  # a fresh start follows: the optimizer has not stepped
@@ -241,13 +264,14 @@ def fill_engine(
     return filled
 
 
-def _together(action: Callable[[], None], files: CheckpointFiles) -> Filled:
+def _together(action: Callable[[], None], files: CheckpointFiles, beat: Progress) -> Filled:
     """What came of something that every rank did. A collective."""
     problem, damaged, unreadable = "", False, False
     try:
         action()
     except PretrainError as error:
         problem, damaged, unreadable = str(error), isinstance(error, DamagedError), isinstance(error, StoreError)
+    beat(collective=True)
     told = [json.loads(text) for text in gather_texts(json.dumps([problem, damaged, unreadable, files.notes()]))]
     problems = list(dict.fromkeys(text for text, _, _, _ in told if text))
     notes = sorted({note for _, _, _, found in told for note in found})

@@ -41,7 +41,9 @@ class Retention:
     best: Best | None = None
 
 
-def prune(store: Store, retention: Retention, guard: Callable[[], None]) -> list[str]:
+def prune(
+    store: Store, retention: Retention, guard: Callable[[], None], progress: Callable[[], None] = lambda: None
+) -> list[str]:
     """Deletes what no rule keeps, and unfinished ones that nobody can finish.
 
     On one rank, after a checkpoint was published. Damaged ones stay as evidence until `keep_last` good
@@ -49,6 +51,7 @@ def prune(store: Store, retention: Retention, guard: Callable[[], None]) -> list
 
     Args:
         guard: called right before each deletion; raises when this attempt lost the run.
+        progress: called for each file that was looked at or deleted.
 
     Returns:
         names of the deleted ones.
@@ -62,24 +65,29 @@ def prune(store: Store, retention: Retention, guard: Callable[[], None]) -> list
             f"keep_last={retention.keep_last} would delete the last good checkpoint. At least 1 stays. Set 1 or more."
         )
     deleted = []
-    for info in disposable(list_checkpoints(store), retention):
+    for info in disposable(list_checkpoints(store, progress), retention):
         guard()
-        if delete_unless_held(store, info.name):
+        if delete_unless_held(store, info.name, progress):
             deleted.append(info.name)
     return deleted
 
 
-def discard_after(store: Store, step: int, guard: Callable[[], None]) -> list[str]:
+def discard_after(
+    store: Store, step: int, guard: Callable[[], None], progress: Callable[[], None] = lambda: None
+) -> list[str]:
     """Deletes the checkpoints of later steps, those being read excepted: the run takes another way from `step` on.
+
+    Args:
+        guard, progress: as those of `prune`.
 
     Raises:
         StoreError: a deletion failed.
     """
     deleted = []
-    for info in list_checkpoints(store):
+    for info in list_checkpoints(store, progress):
         if info.step > step:
             guard()
-            if delete_unless_held(store, info.name):
+            if delete_unless_held(store, info.name, progress):
                 deleted.append(info.name)
     return deleted
 

@@ -79,6 +79,7 @@ def save(
     patience_s: float = 600.0,
     in_parts: bool = False,
     partner: Peer | None = None,
+    tell: Callable[[str], None] = lambda phase: None,
 ) -> SaveHandle:
     """Begins to save the state at a step boundary. A collective; wait for the save before, first.
 
@@ -92,13 +93,14 @@ def save(
             `store` is not the same for all of them (memory tier).
         partner: another node that keeps a second copy of this rank's file and part; its failure is told by the
             handle and costs the save nothing.
+        tell: called with what the copy is doing, see `HostCopy.take`.
     """
     started = time.perf_counter()
     name, shapes = checkpoint_name(step, attempt), engine.shapes()
     fragments, groups = engine.fragments(), engine.groups()
     idle = idle_copies(engine)
     copy = idle.pop() if idle else HostCopy()
-    copy.take(fragments, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": _NO_ID})
+    copy.take(fragments, {"format": "pt", "checkpoint": name, "rank": str(world.rank), "save_id": _NO_ID}, tell)
     # Behind the copy: before it, every rank would wait for the slowest one twice.
     save_id, kept = _agree(fragments, groups, world)
     copy.put_in_header(_NO_ID.encode(), save_id.encode())
@@ -185,7 +187,7 @@ def _write_own_file(job: _Job, progress: SaveProgress) -> FileEntry:
     def counted() -> Iterator[memoryview]:
         for chunk in chunks:
             yield chunk
-            progress.count += 1
+            progress.step()
 
     with Hashing(num_threads(job.ranks_here)) as hashing:  # beside the writing, which waits for the disk
         hashing.begin(chunks)
@@ -199,7 +201,7 @@ def _copy_to_partner(job: _Job, part: bytes, progress: SaveProgress) -> None:
         return
     folder = job.partner.child(job.name)
     try:
-        folder.put(rank_file(job.rank), job.copy.chunks())
+        folder.put(rank_file(job.rank), job.copy.chunks(), progress.step)
         folder.put(part_file(job.rank), [memoryview(part)])  # last: it says that the file is whole
     except StoreError as error:
         progress.warning = str(error)
@@ -218,7 +220,7 @@ def _others(job: _Job, progress: SaveProgress) -> list[FileEntry]:
                     entries[rank] = entry
         if len(entries) == job.ranks - 1:
             break
-        progress.count += 1
+        progress.step()
         if progress.cancelled.wait(pause) or time.monotonic() > deadline:
             missing = [rank for rank in range(1, job.ranks) if rank not in entries]
             raise StoreError(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -33,6 +34,29 @@ class _Entry:
     is_done: bool = False
     value: object = None
     error: Exception | None = None
+
+
+def await_rows(future: Future[Value], timeout_s: float, what: str, waiting: Callable[[], None] | None = None) -> Value:
+    """What another thread reads, with a sign of life of who waits for it.
+
+    Args:
+        what: the rows, for the message.
+        waiting: called every `SIGN_OF_LIFE_S` meanwhile.
+
+    Raises:
+        StoreError: it did not come in time.
+        Exception: whatever the reading raised.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not wait([future], min(SIGN_OF_LIFE_S, timeout_s)).done:
+        if time.monotonic() >= deadline:
+            raise StoreError(
+                f"{what} did not come within health.data_timeout_s={timeout_s:g}. "
+                "Look at their storage, or raise health.data_timeout_s."
+            )
+        if waiting is not None:
+            waiting()
+    return future.result()
 
 
 class Prefetcher(Generic[Value]):

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,7 +28,7 @@ from pretrain.data.objective import I64
 from pretrain.data.objectives import TokenObjective, token_objective
 from pretrain.data.order import RowOrder, SourceShape
 from pretrain.data.permutation import derive_key
-from pretrain.data.prefetch import SIGN_OF_LIFE_S
+from pretrain.data.prefetch import await_rows
 from pretrain.data.random_stream import row_key
 from pretrain.data.raw_stream import RawLane, RawRow, deal_shards
 from pretrain.data.rows import batch_shape
@@ -38,7 +36,7 @@ from pretrain.data.shares import shares_of
 from pretrain.data.state import DataState, RawPosition, Segment, SegmentSource
 from pretrain.data.step import StepData
 from pretrain.data.tokenizer import Tokenizer
-from pretrain.errors import DataError, StoreError
+from pretrain.errors import DataError
 from pretrain.sequence import Batch
 from pretrain.topology import World
 
@@ -203,16 +201,7 @@ class RawLoader:
         if ahead is None or ahead[0] != state:
             ahead = (state, self._pool.submit(self._read, step, state))
         limit_s = self._config.health.data_timeout_s
-        deadline = time.monotonic() + limit_s
-        while not wait_for([ahead[1]], min(SIGN_OF_LIFE_S, limit_s)).done:
-            if time.monotonic() >= deadline:
-                raise StoreError(
-                    f"the rows of step {step} did not come within health.data_timeout_s={limit_s:g}. "
-                    "Look at the storage of data.sources, or raise it."
-                )
-            if waiting is not None:
-                waiting()
-        data, following = ahead[1].result()
+        data, following = await_rows(ahead[1], limit_s, f"the rows of step {step}", waiting)
         self._following = {state: following}
         self._ahead = (following, self._pool.submit(self._read, step + 1, following))
         return data

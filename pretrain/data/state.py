@@ -51,6 +51,11 @@ class Segment:
     sources: tuple[SegmentSource, ...]
 
     @property
+    def micro_batch_shape(self) -> tuple[int, int, int | None]:
+        """Rows of a micro-batch, their length, and that of their sources."""
+        return self.micro_batch_size, self.sequence_length, self.source_length
+
+    @property
     def parts(self) -> int:
         """Rows of `sequence_length` in a global row."""
         return self.row_tokens // self.sequence_length

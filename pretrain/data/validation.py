@@ -8,7 +8,8 @@ with empty ones so that every rank does equally many; sums over all ranks do not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from pretrain.config.schema import RunConfig
 from pretrain.data.batch import empty_batch, make_batch
 from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.objective import PackedRow
+from pretrain.data.prefetch import await_rows
 from pretrain.data.random_stream import validation_key
 from pretrain.data.rows import SourceRows, batch_shape, open_sources
 from pretrain.sequence import Batch
@@ -56,28 +58,39 @@ class ValidationSet:
         self.name = source.name
         self._source, self._byte_lengths, self._world = source, byte_lengths, world
         self._masks = config.data.on_corrupt == "mask"
+        self._timeout_s = config.health.data_timeout_s
         self._shape = batch_shape(config, source.manifest, longest_batch(config))  # the same all through the run
         self.num_rows = min(source.count_real_rows(), config.eval.max_rows or source.num_rows)
         self._num_microbatches = -(-self.num_rows // self._shape.rows)
         self.num_batches = -(-self._num_microbatches // world.size)
         self.masked_rows = 0
 
-    def batches(self) -> Iterator[Batch]:
+    def batches(self, waiting: Callable[[], None] | None = None) -> Iterator[Batch]:
         """This rank's micro-batches; each pass begins at the first row.
+
+        Args:
+            waiting: called twice a second while rows are waited for.
 
         Raises:
             CorruptBlockError: a block is damaged and data.on_corrupt is raise.
-            StoreError: the storage failed.
+            StoreError: the storage failed, or rows did not come within health.data_timeout_s.
         """
         self.masked_rows = 0
-        for turn in range(self.num_batches):
-            j = turn * self._world.size + self._world.rank
-            if j >= self._num_microbatches:
-                yield empty_batch(self._shape)
-                continue
-            first = j * self._shape.rows
-            rows = [self._row(number) for number in range(first, min(first + self._shape.rows, self.num_rows))]
-            yield make_batch(rows, self._shape, self._byte_lengths, index=j, key=0)
+        pool = ThreadPoolExecutor(1, thread_name_prefix="validation")
+        try:
+            for turn in range(self.num_batches):
+                j = turn * self._world.size + self._world.rank
+                what = f"the rows of batch {turn} of data.validation.{self.name}"
+                yield await_rows(pool.submit(self._batch, j), self._timeout_s, what, waiting)
+        finally:
+            pool.shutdown(wait=False)  # one that is stuck in the file system is left to it
+
+    def _batch(self, j: int) -> Batch:
+        if j >= self._num_microbatches:
+            return empty_batch(self._shape)
+        first = j * self._shape.rows
+        rows = [self._row(number) for number in range(first, min(first + self._shape.rows, self.num_rows))]
+        return make_batch(rows, self._shape, self._byte_lengths, index=j, key=0)
 
     def _row(self, number: int) -> PackedRow | None:
         try:

@@ -7,7 +7,7 @@ with `.tmp-` (the names of files that are still being written, which no listing 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -68,8 +68,8 @@ class Store(Protocol):
     def delete(self, key: str) -> None:
         """Removes a file; nothing happens if there is none."""
 
-    def delete_tree(self, prefix: str) -> None:
-        """Removes everything below the folder `prefix`, half-written files too."""
+    def delete_tree(self, prefix: str, progress: Callable[[], None] = lambda: None) -> None:
+        """Removes everything below the folder `prefix`, half-written files too; `progress` is called for each file."""
 
     def remove_unfinished(self) -> int:
         """Removes what interrupted writes left behind; gives how many. Only while nobody writes here."""

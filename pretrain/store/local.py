@@ -11,7 +11,7 @@ import builtins
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -98,9 +98,13 @@ class LocalStore:
             os.unlink(path)
             _sync_folder(os.path.dirname(path))
 
-    def delete_tree(self, prefix: str) -> None:
+    def delete_tree(self, prefix: str, progress: Callable[[], None] = lambda: None) -> None:
         path = self._folder(prefix)
         with suppress(FileNotFoundError, NotADirectoryError), _explained("delete", path):
+            for parent, _, files in os.walk(path):
+                for name in files:
+                    os.unlink(os.path.join(parent, name))
+                    progress()
             shutil.rmtree(path)
             _sync_folder(os.path.dirname(path))
 

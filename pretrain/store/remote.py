@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -94,9 +94,10 @@ class RemoteStore:
             except NotFoundError:
                 return
 
-    def delete_tree(self, prefix: str) -> None:
+    def delete_tree(self, prefix: str, progress: Callable[[], None] = lambda: None) -> None:
         for key in self.list(prefix):
             self.delete(key)
+            progress()
 
     def remove_unfinished(self) -> int:
         if not self._is_s3:

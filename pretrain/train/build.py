@@ -100,6 +100,7 @@ class Training:
     _flops: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     rollback_s: float = field(default=0.0)
     warned: set[str] = field(default_factory=set)
+    shape: tuple[int, int, int | None] | None = None  # of the micro-batches that were computed last
 
     def restore(self) -> TrainingState:
         """The state to go on from: the newest good checkpoint's, or the start of the run. A collective."""
@@ -179,7 +180,7 @@ class Training:
         }
         self.save_stall_s = self.rollback_s = 0.0
         if self.sinks:
-            self.place.heartbeat.phase("record", self.place.heartbeat.step)  # the disk may be slow
+            self.place.heartbeat.go_on("record")  # the disk may be slow
         for sink in self.sinks:
             sink.write(record)
 
@@ -208,8 +209,9 @@ class Training:
         """
         if "losses" in measures:
             started = time.perf_counter()
-            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step, collective=True)
-            totals = validate(self.engine, self.validation, self.place.device, beat, self._asked_to_end)
+            alive = functools.partial(self.place.heartbeat.phase, "eval", state.step)
+            beat = functools.partial(alive, collective=True)
+            totals = validate(self.engine, self.validation, self.place.device, beat, alive, self._asked_to_end)
             if totals is None:
                 return
             losses = {name: part.to_record() for name, part in totals.items()}
@@ -328,7 +330,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         attempt=place.attempt,
         config=config.checkpoint,
         guard=place.guard,
-        beat=lambda phase: place.heartbeat.phase(phase, place.heartbeat.step),
+        beat=place.heartbeat.go_on,
         reporter=place.reporter,
         log=log,
         memory=MemorySaver(tier, engine, place.world, attempt=place.attempt, guard=place.guard, log=log),
@@ -338,7 +340,8 @@ def build_training(config: RunConfig, place: Place) -> Training:
     throughput = Throughput(flops_per_step=0.0, peak_flops=None, total_steps=config.schedule.total_steps)
     own_work = OwnWork(lambda: engine.forward_s)
     times = StepTimes(engine, own_work, place.device)
-    profiler = StepProfiler(config.metrics.profile, place.run.store, place.attempt, place.world.rank, log)
+    beat = place.heartbeat.go_on
+    profiler = StepProfiler(config.metrics.profile, place.run.store, place.attempt, place.world.rank, log, beat)
     return Training(
         config, place, loader, validation, engine, tokenizer, pairs, saver, sinks, throughput, own_work, times, profiler
     )

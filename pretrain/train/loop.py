@@ -101,7 +101,9 @@ def _read_step(training: Training, state: TrainingState) -> tuple[TrainingState,
         heartbeat.phase("data", state.step, own_s=training.own_work.take())
         with training.own_work.waiting():
             data = loader.read(state.step, state.data, functools.partial(heartbeat.phase, "data", state.step))
-        heartbeat.phase("step", state.step, collective=True)
+        # A new shape may have to be compiled, and takes as long as no step before has told.
+        known = training.shape == state.data.segment.micro_batch_shape
+        heartbeat.phase("step" if known else "compile", state.step, collective=True)
         agreed = agree(data, training.place.stop.reason, save_due=training.saver.time_is_up)
         passing("step.agreed")
         if not agreed.newly_corrupt:
@@ -131,6 +133,7 @@ def _compute(training: Training, state: TrainingState, data: StepData, agreed: A
         watching = None if watch is None else watch.forward(there)
         sums = training.engine.micro_step(there, global_target_tokens=agreed.target_tokens, watching=watching)
         training.place.heartbeat.phase("step", state.step)
+        training.shape = state.data.segment.micro_batch_shape
         passing("step.microstep")
         total += torch.stack(sums)
     config = training.config

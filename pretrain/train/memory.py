@@ -7,6 +7,7 @@ that theirs is done, which they do together before the next one is begun.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -27,6 +28,7 @@ from pretrain.rundir import RunDirectory
 from pretrain.rundir.memory_folders import MemoryOwner, remove_orphans, run_uuid
 from pretrain.topology import World
 from pretrain.train.state import TrainingState
+from pretrain.train.watch import Beat
 
 
 def open_memory_tier(config: CheckpointConfig, run: RunDirectory, engine: Engine, world: World) -> MemoryTier | None:
@@ -113,12 +115,12 @@ class MemorySaver:
         for name, why in self.tier.passed_over if restored is None else []:
             self._log.warning("copy in memory skipped", checkpoint=name, why=why)
 
-    def save(self, state: TrainingState, beat: Callable[[str], None]) -> float:
+    def save(self, state: TrainingState, beat: Beat) -> float:
         """Begins a copy; gives the seconds that the caller stood still. A collective.
 
         Args:
-            beat: called with the phase that is entered: `save` while the run's directory or an earlier copy is waited
-                for, `copy` for the copy itself.
+            beat: told the phase that is entered: `save` while the run's directory or an earlier copy is waited for,
+                `copy` for the copy itself.
 
         Raises:
             FencedError: a newer attempt has the run.
@@ -127,9 +129,9 @@ class MemorySaver:
             return 0.0
         started = time.perf_counter()
         beat("save")
-        self._finish(lambda: beat("save"))
+        self._finish(beat)
         self._guard()
-        beat("copy")
+        beat("copy", collective=True)
         self.tier.keep([self._complete] if self._complete else [])
         self._pending = save(
             self.tier.store,
@@ -141,10 +143,11 @@ class MemorySaver:
             guard=self._guard,
             in_parts=True,
             partner=self.tier.partner,
+            tell=beat,
         )
         return time.perf_counter() - started
 
-    def settle(self, beat: Callable[[], None]) -> None:
+    def settle(self, beat: Beat) -> None:
         """Waits for the copy that is under way, with a `beat` at each bit of its progress. A collective."""
         if self.tier is not None:
             self._finish(beat)
@@ -155,7 +158,7 @@ class MemorySaver:
         if self.tier is not None:
             self.tier.keep([self._complete] if self._complete else [])
 
-    def discard(self, beat: Callable[[], None]) -> None:
+    def discard(self, beat: Beat) -> None:
         """Gives the memory back, once the last state is durable. A collective."""
         if self.tier is None:
             return
@@ -167,19 +170,20 @@ class MemorySaver:
         if self.tier is not None:
             self.tier.close()
 
-    def _finish(self, beat: Callable[[], None]) -> None:
+    def _finish(self, beat: Beat) -> None:
         """Waits for the copy that is under way on any rank; all learn whether it is complete. A collective."""
         name, problem = None, ""
         if self._pending is not None:
             name = self._pending.name
             try:
-                self._pending.watch(beat)
+                self._pending.watch(functools.partial(beat, "save"))
                 self._pending.wait()
                 if self._pending.warning:
                     self._log.warning("no second copy on the partner node", checkpoint=name, why=self._pending.warning)
             except StoreError as error:
                 problem = str(error)
         self._pending = None
+        beat("save", collective=True)
         problems = [text for text in gather_texts(problem) if text]
         if problems:
             self._log.warning("no copy in memory", checkpoint=name, why="; ".join(sorted(set(problems))))

@@ -20,16 +20,19 @@ from pretrain.config.schema import ProfileConfig
 from pretrain.errors import StoreError
 from pretrain.log import Log
 from pretrain.store import Store
+from pretrain.train.watch import Beat
 
 
 class StepProfiler:
     """Profiles this rank's part of the chosen steps.
 
     Args:
-        folder: of the attempt, for the files' names.
+        attempt: for the files' names.
+        beat: told that a trace is begun or written, which takes longer than a step.
     """
 
-    def __init__(self, config: ProfileConfig, store: Store, attempt: int, rank: int, log: Log) -> None:
+    def __init__(self, config: ProfileConfig, store: Store, attempt: int, rank: int, log: Log, beat: Beat) -> None:
+        self._beat = beat
         self._steps = frozenset(config.steps) if rank in config.ranks else frozenset()
         self._store, self._attempt, self._rank, self._log = store, attempt, rank, log
 
@@ -42,8 +45,10 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        self._beat("record")
         with profile(activities=activities, record_shapes=True, profile_memory=True) as found:
             yield
+        self._beat("record")
         key = f"profiles/attempt-{self._attempt:03d}/step-{step:08d}-rank-{self._rank:05d}.json.gz"
         try:
             with tempfile.TemporaryDirectory(prefix="trace-") as folder:

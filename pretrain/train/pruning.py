@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from pretrain.checkpoint import Retention, prune
-from pretrain.errors import FencedError, StoreError
+from pretrain.errors import FencedError, PretrainError
 from pretrain.log import Log
 from pretrain.store import Store
 
@@ -28,7 +28,7 @@ class Pruner:
         """
         self._store, self._retention, self._guard, self._log = store, retention, guard, log
         self._thread: threading.Thread | None = None
-        self._looks = 0  # deletions that were begun
+        self._looks = 0  # files that were looked at or deleted
         self._fenced: FencedError | None = None
 
     def begin(self) -> None:
@@ -41,7 +41,7 @@ class Pruner:
         """Waits until what was begun is done.
 
         Args:
-            beat: called at each deletion; one that hangs is silent.
+            beat: called as files are looked at and deleted; a store that hangs is silent.
 
         Raises:
             FencedError: a newer attempt has the run.
@@ -58,13 +58,12 @@ class Pruner:
 
     def _prune(self) -> None:
         try:
-            for name in prune(self._store, self._retention, self._counted_guard):
+            for name in prune(self._store, self._retention, self._guard, self._look):
                 self._log.info("pruned", checkpoint=name)
         except FencedError as error:
             self._fenced = error
-        except StoreError as error:  # what should have gone stays: nothing is lost but space
+        except PretrainError as error:  # what should have gone stays: nothing is lost but space
             self._log.warning("old checkpoints could not be pruned", why=error)
 
-    def _counted_guard(self) -> None:
-        self._guard()
+    def _look(self) -> None:
         self._looks += 1

@@ -8,6 +8,7 @@ manifest is published.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,6 +40,7 @@ from pretrain.train.memory import MemorySaver
 from pretrain.train.pruning import Pruner
 from pretrain.train.reporter import Reporter
 from pretrain.train.state import TrainingState
+from pretrain.train.watch import Beat
 
 _RETRY_S = 1.0  # between two tries to save the last state of a run
 
@@ -59,7 +61,7 @@ class Saver:
         attempt: int,
         config: CheckpointConfig,
         guard: Callable[[], None],
-        beat: Callable[[str], None],
+        beat: Beat,
         reporter: Reporter,
         log: Log,
         memory: MemorySaver,
@@ -68,8 +70,8 @@ class Saver:
         """
         Args:
             guard: raises FencedError when this attempt may not publish any more.
-            beat: called with the phase that is entered: `save` for what waits for a disk, again at each bit of
-                progress, `copy` for the copy of the state.
+            beat: told the phase that is entered: `save` for what waits for a disk, again at each bit of progress,
+                `copy` for the copy of the state, `load` for a restore.
             memory: the tier of copies in memory.
             failures: of earlier attempts, as rank 0 counted them.
         """
@@ -123,17 +125,26 @@ class Saver:
         """
         self.settle()
         self._pruner.finish(self._waits)
-        self._memory.settle(self._waits)
-        self._beat("load")
-        restored = restore(self._checkpoints, self._engine, self._world, memory=self._memory.tier, newest_step=step)
+        self._memory.settle(self._beat)
+        self._beat("load", collective=True)
+        restored = restore(
+            self._checkpoints,
+            self._engine,
+            self._world,
+            memory=self._memory.tier,
+            newest_step=step,
+            beat=functools.partial(self._beat, "load"),
+        )
         if restored is None:
             return None
         problem = ""
         try:
             if self._world.is_main:
-                discard_after(self._checkpoints, restored.step, self._guard)
+                loads = functools.partial(self._beat, "load")
+                discard_after(self._checkpoints, restored.step, self._guard, loads)
         except PretrainError as error:
             problem = str(error)
+        self._beat("load", collective=True)
         vote(not problem, problem, error=StoreError)
         self._memory.go_back(restored)
         self.saved_step = None if restored.from_memory else restored.step
@@ -207,7 +218,7 @@ class Saver:
         """
         self.settle()
         step, losses = self._validation
-        self._beat("copy")
+        self._beat("copy", collective=True)
         handle = save(
             self._checkpoints,
             self._engine,
@@ -217,6 +228,7 @@ class Saver:
             world=self._world,
             guard=self._guard,
             origin={"validation": losses} if step == state.step else None,
+            tell=self._beat,
         )
         self.saved_step, self._unsettled = state.step, handle.name
         self._handle, self._saved_at = handle, time.monotonic()
@@ -236,7 +248,7 @@ class Saver:
             self.save(state)
             self.settle()
         self._pruner.finish(self._waits)
-        self._memory.discard(self._waits)
+        self._memory.discard(self._beat)
 
     def copy_to_memory(self, state: TrainingState) -> float:
         """Begins a copy into the memory tier; gives the seconds that the caller stood still. A collective."""
@@ -266,6 +278,7 @@ class Saver:
         if self._handle is not None:
             self._handle.watch(self._waits)
             self._conclude(self._handle)
+        self._beat("save", collective=True)
         problems = sorted({text for text in gather_texts(self._problem) if text})
         name, self._unsettled, self._problem = self._unsettled, "", ""
         if not problems:

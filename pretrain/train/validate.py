@@ -23,17 +23,19 @@ def validate(
     sets: Mapping[str, ValidationSet],
     device: torch.device,
     beat: Callable[[], None],
+    alive: Callable[[], None],
     asked_to_end: Callable[[], bool],
 ) -> dict[str, LossTotals] | None:
     """Loss totals over all ranks, by source; None when the run was asked to end meanwhile. A collective.
 
     Args:
         beat: called before each micro-batch.
+        alive: called twice a second while its rows are waited for.
         asked_to_end: whether any rank was; a collective, asked now and then.
     """
     totals = {}
     for name, source in sets.items():
-        total = _measure(engine, source, device, beat, asked_to_end)
+        total = _measure(engine, source, device, beat, alive, asked_to_end)
         if total is None:
             return None
         totals[name] = total
@@ -45,10 +47,11 @@ def _measure(
     source: ValidationSet,
     device: torch.device,
     beat: Callable[[], None],
+    alive: Callable[[], None],
     asked_to_end: Callable[[], bool],
 ) -> LossTotals | None:
     nats, tokens, spelled_bytes = 0.0, 0, 0
-    for number, batch in enumerate(source.batches()):  # equally many on every rank
+    for number, batch in enumerate(source.batches(alive)):  # equally many on every rank
         beat()
         if number % ASK_EVERY_BATCHES == 0 and asked_to_end():
             return None

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from pretrain.errors import ExitCode, UserError
 from pretrain.log import Log
@@ -24,6 +24,19 @@ from pretrain.rundir import this_process
 
 _PR_SET_PDEATHSIG = 1
 STACKS_SIGNAL = signal.SIGUSR1  # a rank that gets it writes the stacks of all its threads into its log
+
+
+@runtime_checkable
+class Beat(Protocol):
+    """Tells that a phase is entered, or goes on."""
+
+    def __call__(self, phase: str, *, collective: bool = False) -> None:
+        """
+        Args:
+            collective: other ranks are waited for from here on. Who has come so far is not judged while another rank,
+                which has not, still waits for its disk.
+        """
+        ...
 
 
 class Heartbeat:
@@ -80,6 +93,10 @@ class Heartbeat:
         self.collective += collective
         own = {} if own_s is None else {"own_s": round(own_s, 6)}
         self._send({"phase": name, "step": step, "collective": self.collective, "t": time.time(), **own})
+
+    def go_on(self, phase: str, *, collective: bool = False) -> None:
+        """A phase at the step that was told last; a `Beat`."""
+        self.phase(phase, self.step, collective=collective)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Something for the journal; lost if the pipe is full, so it is never the only record."""

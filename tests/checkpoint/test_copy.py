@@ -29,8 +29,12 @@ def _fragments(seed: int) -> list[Fragment]:
 
 def test_a_copy_is_a_file_for_other_tools_and_its_large_runs_begin_at_pages() -> None:
     fragments, copy = _fragments(1), HostCopy()
-    copy.take(_fragments(2), {"format": "pt"})  # what the buffer held before must not show
-    copy.take(fragments, {"format": "pt"})
+    told: list[str] = []
+    copy.take(_fragments(2), {"format": "pt"}, told.append)  # what the buffer held before must not show
+    # Memory is asked for first, which may take longer than the copy; then each large piece is a sign of life.
+    assert told[:3] == ["allocate", "copy", "copy"]
+    copy.take(fragments, {"format": "pt"}, told.append)
+    assert set(told[1:]) == {"copy"}
     data = b"".join(bytes(chunk) for chunk in copy.chunks())
     tensors = safetensors.torch.load(data)
     padding = {name: tensor for name, tensor in tensors.items() if name.startswith(PADDING)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import pretrain.data.rows as rows_module
 from pretrain.data.blocks import CorruptBlockError
 from pretrain.data.validation import ValidationSet, open_validation
-from pretrain.errors import DataError
+from pretrain.errors import DataError, StoreError
 from pretrain.sequence import IGNORED_LABEL, Batch
 from pretrain.topology import World
 from tests.data_read.corpus import (
@@ -109,6 +110,28 @@ def test_a_corrupt_block_is_named_or_masked_and_counted(root: Path, monkeypatch:
         remaining = targets(list(validation.batches()))
         assert validation.masked_rows == 4
         assert 0 < len(remaining) < sum(len(d) - 1 for d in DOCUMENTS)
+
+
+def test_who_waits_for_held_out_rows_says_so_and_gives_up_by_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, signs, make = threading.Event(), list[int](), ValidationSet._batch
+
+    def slow(self: ValidationSet, j: int) -> Batch:
+        gate.wait(20)
+        return make(self, j)
+
+    def waiting() -> None:
+        signs.append(1)
+        if len(signs) == 2:
+            gate.set()
+
+    expected = [batch.digest for batch in held(root).batches()]
+    monkeypatch.setattr(ValidationSet, "_batch", slow)
+    assert [batch.digest for batch in held(root).batches(waiting)] == expected
+    assert len(signs) >= 2
+    gate.clear()
+    with pytest.raises(StoreError, match=r"batch 0 of data\.validation\.v did not come within health\.data_timeout_s"):
+        list(held(root, health__data_timeout_s=0.2).batches())
+    gate.set()
 
 
 def test_a_validation_source_that_does_not_fit_is_named(root: Path) -> None:

@@ -9,13 +9,14 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from pretrain.checkpoint import list_checkpoints
+from pretrain.checkpoint import MemoryTier, list_checkpoints
 from pretrain.config.schema import CheckpointConfig
 from pretrain.data.loader import StepData
 from pretrain.data.state import DataState
 from pretrain.engine.distributed import barrier
 from pretrain.errors import PretrainError, StoreError
 from pretrain.log import Log
+from pretrain.rundir.memory_folders import MemoryOwner
 from pretrain.store import open_store
 from pretrain.store.local import LocalStore
 from pretrain.topology import World
@@ -44,7 +45,7 @@ class Failing(LocalStore):
 
 
 class Told:
-    """Keeps the events, and the phases that the heartbeat would tell."""
+    """Keeps the events, and the phases that the heartbeat would tell; `+` where other ranks are waited for."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any, str]] = []
@@ -52,6 +53,9 @@ class Told:
 
     def event(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields.get("step"), fields.get("message", "")))
+
+    def beat(self, phase: str, *, collective: bool = False) -> None:
+        self.phases.append(phase + collective * "+")
 
 
 def failing_saves(world: World, folder: str) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def failing_saves(world: World, folder: str) -> dict[str, Any]:
         return Saver(
             Failing(Path(folder) / name), engine, world, attempt=1,
             config=CheckpointConfig(**{"every_steps": 1, "keep_last": 9, **config}), guard=nothing,
-            beat=told.phases.append, reporter=told, log=log,
+            beat=told.beat, reporter=told, log=log,
             memory=MemorySaver(None, engine, world, attempt=1, guard=nothing, log=log),
         )  # fmt: skip
 
@@ -83,6 +87,15 @@ def failing_saves(world: World, folder: str) -> dict[str, Any]:
         one.settle()
     phases = [phase for phase, _ in itertools.groupby(told.phases)]
     result["one rank"] = {"saved_step": steps, "good": good("one"), "events": told.events, "phases": phases}
+
+    told = Told()
+    tier = MemoryTier.open(Path(folder), MemoryOwner(folder, "1"), world)
+    copies = MemorySaver(tier, engine, world, attempt=1, guard=lambda: told.phases.append("guard"), log=log)
+    for step in (1, 2):
+        copies.save(_state(step), told.beat)
+        time.sleep(0.5)  # the guard of the writing thread comes before that of the next copy
+    result["memory"] = [phase for phase, _ in itertools.groupby(told.phases)]
+    copies.discard(told.beat)
 
     spent = saver("spent", Told(), max_save_failures=2)
     try:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from pretrain.config.schema import ProfileConfig
 from pretrain.errors import ExitCode
+from pretrain.log import Log
+from pretrain.store import open_store
 from pretrain.train.out_of_memory import advice, is_out_of_memory
+from pretrain.train.profiler import StepProfiler
 from tests.metrics.home import run_config
 from tests.ranks import run_ranks
 from tests.tiny import build_tiny
@@ -43,6 +49,23 @@ def test_chosen_steps_are_traced_and_an_empty_memory_is_explained(tmp_path: Path
     names = {event.get("name") for event in events}
     assert {"aten::mm", "aten::addmm"} & names
     assert any("Backward" in str(name) for name in names)
+
+
+def test_the_time_that_tracing_takes_is_told_to_the_watchdog(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def beat(phase: str, *, collective: bool = False) -> None:
+        told.append(phase)
+
+    log = Log(stream=io.StringIO())
+    profiler = StepProfiler(ProfileConfig(steps=(2,), ranks=(0,)), open_store(tmp_path), 1, 0, log, beat)
+    with profiler.step(1):
+        torch.ones(2) + 1
+    assert told == []
+    with profiler.step(2):
+        assert told == ["record"]  # the tracer starts
+        told.append("step")
+    assert told == ["record", "step", "record"]  # the trace is written
 
 
 def test_the_advice_fits_what_held_the_memory() -> None:

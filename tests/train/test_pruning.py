@@ -58,6 +58,8 @@ def test_the_loop_goes_on_while_a_slow_store_deletes_and_each_deletion_is_a_sign
     pruner.finish(lambda: beats.append(1))
     assert steps(store) == [4]
     assert len(beats) >= 1
+    # Of 4 checkpoints folder and file are looked at; of 3 file and sidecar are deleted, behind their manifests.
+    assert pruner._looks == 4 * 2 + 3 * 2
     assert not [thread for thread in threading.enumerate() if thread.name == "prune"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,14 @@ def test_one_rank_that_cannot_write_is_told_by_all_and_the_next_save_tries_again
         result = rank.value["one rank"]
         assert result["saved_step"] == [1, 2, 3]
         assert result["good"] == [1, 3]
-        # Three saves and what waits for the last: only the copies are judged like a step.
-        assert result["phases"] == ["save", "copy", "save", "copy", "save", "copy", "save"]
+        # Three saves and what waits for the last. Only the copies are judged like a step, and nobody who waits for
+        # another rank (+) is judged while that one still waits for its disk.
+        copied, settled = ["copy+", "copy"], ["save", "save+"]
+        first = ["save", "copy+", "allocate", "copy", *settled]
+        assert result["phases"] == [*first, "save", *copied, *settled, "save", *copied, *settled]
+        # The run's directory is asked before the others may wait for this rank.
+        once = ["save", "save+", "guard", *copied, "guard"]  # the last one is the writing thread's
+        assert rank.value["memory"] == [*once, *once]
     events = pair[0].value["one rank"]["events"]
     assert [(kind, step) for kind, step, _ in events] == [("committed", 1), ("save_failed", 2), ("committed", 3)]
     assert "rank 1 failed" in events[1][2]
@@ -53,6 +60,10 @@ def test_a_failed_save_never_costs_the_only_good_checkpoint(pair: list[RankResul
 
 def test_the_measured_cost_and_failure_rate_decide_if_asked(pair: list[RankResult]) -> None:
     assert [rank.value["auto"] for rank in pair] == [[False, True, False], [False, False, False]]
+    first, second = (rank.output for rank in pair)
+    told = r"a save costs \S+ s and a failure is expected every 1e\+06 h: best is a save every \S+ s; applied"
+    assert re.search(told, first)
+    assert "a save costs" not in second
 
 
 def test_every_run_ends_with_a_checkpoint_of_its_last_step(tmp_path: Path) -> None:
