@@ -103,7 +103,8 @@ class LocalStore:
         with suppress(FileNotFoundError, NotADirectoryError), _explained("delete", path):
             for parent, _, files in os.walk(path):
                 for name in files:
-                    os.unlink(os.path.join(parent, name))
+                    with suppress(FileNotFoundError):  # the lease of a reader that has just ended
+                        os.unlink(os.path.join(parent, name))
                     progress()
             shutil.rmtree(path)
             _sync_folder(os.path.dirname(path))

@@ -119,7 +119,8 @@ class Watchdog:
 
     def __init__(self, heartbeat: Heartbeat, *, limit_s: float, start_limit_s: float, log: Log) -> None:
         self._heartbeat, self._log = heartbeat, log
-        self._limit_s, self._start_limit_s = limit_s, start_limit_s
+        self._limit_s = limit_s
+        self._limits_s = {"start": start_limit_s, "compile": max(limit_s, start_limit_s)}
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
@@ -129,7 +130,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, self._limit_s / 4)):
             beat = self._heartbeat
-            limit_s = self._start_limit_s if beat.phase_name == "start" else self._limit_s
+            limit_s = self._limits_s.get(beat.phase_name, self._limit_s)
             silent_s = time.monotonic() - beat.changed_at
             if silent_s > limit_s:
                 self._log.error("phase took too long", phase=beat.phase_name, step=beat.step, seconds=silent_s)

@@ -49,6 +49,8 @@ def test_a_phase_that_lasts_too_long_ends_the_rank_and_names_it():
         "from pretrain.train.watch import Heartbeat, Watchdog\n"
         "heartbeat = Heartbeat()\n"
         "Watchdog(heartbeat, limit_s=0.4, start_limit_s=60, log=Log(0))\n"
+        "heartbeat.phase('compile', 0)\n"
+        "time.sleep(0.8)\n"
         "for step in range(5):\n"
         "    heartbeat.phase('step', step)\n"
         "    time.sleep(0.2)\n"
