@@ -18,6 +18,7 @@ from pretrain.model.hf.directory import export_model, import_model
 from pretrain.model.hf.family import ExportOptions
 from pretrain.model.registry import build_model
 from tests.model.small import decoder_config, lm_batch
+from tests.model.their_gradients import assert_gradients_equal
 
 CASES = [(qk_norm, tied) for qk_norm in (False, True) for tied in (False, True)]
 
@@ -27,17 +28,21 @@ def build(config: DecoderConfig) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(("qk_norm", "tied"), CASES)
-def test_an_exported_decoder_gives_the_same_logits_in_transformers(tmp_path: Path, qk_norm: bool, tied: bool) -> None:
+def test_an_exported_decoder_gives_the_same_logits_and_gradients_in_transformers(
+    tmp_path: Path, qk_norm: bool, tied: bool
+) -> None:
     config = decoder_config(qk_norm=qk_norm, tied_embeddings=tied, head_width=16, rope_theta=5e5, init_std=0.2)
     model = build(config)
     export_model(dict(model.named_parameters()), config, tmp_path / "hf", ExportOptions(64))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert type(theirs).__name__ == ("Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLM")
     batch = lm_batch([24])
-    with torch.no_grad():
-        expected = theirs(batch.decoder_ids[None]).logits[0]
-        torch.testing.assert_close(model.logits(batch), expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
-        assert expected.abs().max() > 0.5  # else agreement would mean nothing
+    expected = theirs(batch.decoder_ids[None]).logits[0]
+    torch.testing.assert_close(model.logits(batch), expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
+    assert expected.abs().max() > 0.5  # else agreement would mean nothing
+    torch.nn.functional.cross_entropy(expected, batch.labels, reduction="sum").backward()
+    model(batch).objective.backward()
+    assert_gradients_equal(model, theirs, tmp_path / "gradients")
 
 
 @pytest.mark.parametrize(("qk_norm", "tied"), CASES)

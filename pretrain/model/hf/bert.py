@@ -98,6 +98,9 @@ def _extras(config: EncoderConfig) -> dict[str, tuple[int, ...] | str]:
 
 
 def _before_import(state: State, config: EncoderConfig) -> State:
+    read = state.get(f"{_HEAD}.decoder.bias")  # what they compute with; untied, `bias` is left as it began
+    if read is not None and not config.tied_embeddings:
+        state = state | {f"{_HEAD}.bias": read}
     copies = [f"{_HEAD}.decoder.bias", *([f"{_HEAD}.decoder.weight"] if config.tied_embeddings else [])]
     kept = without(state, "bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids", *copies)
     old = {".gamma": ".weight", ".beta": ".bias"}  # what the first checkpoints call the parts of a norm
