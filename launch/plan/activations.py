@@ -76,9 +76,9 @@ def stacks_of(model: AnyModelConfig, batch: BatchConfig) -> list[Stack]:
 
 
 def _gemma(model: GemmaConfig, tokens: int) -> Stack:
-    """The decoder's layer, a norm behind each block that keeps its input, and a gate of plain operations."""
+    """The decoder's layer, a norm behind each block that keeps its input, and a gate that keeps its activated half."""
     layer = _decoder(model, tokens)
-    return replace(layer, kept=layer.kept + 2 * model.width + 2 * model.feed_forward_width, fp32=layer.fp32 + 2)
+    return replace(layer, kept=layer.kept + 2 * model.width + model.feed_forward_width, fp32=layer.fp32 + 2)
 
 
 def _moe(model: MoEConfig, tokens: int) -> Stack:
@@ -113,7 +113,7 @@ def _plain(
     head_width = getattr(model, "head_width", None) or model.width // model.num_heads
     inside, hidden = model.num_heads * head_width, model.feed_forward_width
     gated = isinstance(model, T5Config) and model.feed_forward == "gated_gelu"
-    block = (5 if gated else 2) * hidden  # both halves, the activated one, their product
+    block = (4 if gated else 2) * hidden  # both halves, the activated one, their product
     relu = isinstance(model, EncoderDecoderConfig) or (isinstance(model, T5Config) and not gated)
     block -= hidden if relu else 0  # ReLU keeps its output, which the next matrix reads
     attentions = 1 if cross_tokens == 0 else 2

@@ -138,8 +138,7 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 
 def gated_gelu(gate_up: Tensor) -> Tensor:
     """gelu(first half) * second half of the last dimension, GELU in its tanh form."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.gelu(gate, approximate="tanh") * up
+    return _GatedGelu.apply(gate_up)
 
 
 class _GatedSilu(torch.autograd.Function):
@@ -159,6 +158,27 @@ class _GatedSilu(torch.autograd.Function):
         grad_gate_TF, grad_up_TF = grad_gate_up_T2F.chunk(2, dim=-1)
         torch.mul(functional.silu(gate_TF), grad_TF, out=grad_up_TF)
         grad_gate_TF.copy_(torch.ops.aten.silu_backward(grad_TF * up_TF, gate_TF))
+        return grad_gate_up_T2F
+
+
+class _GatedGelu(torch.autograd.Function):
+    """As `_GatedSilu`, but the activated half is kept: GELU takes longer than reading it."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
+        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+        activated_TF = functional.gelu(gate_TF, approximate="tanh")
+        ctx.save_for_backward(gate_up_T2F, activated_TF)
+        return activated_TF * up_TF
+
+    @staticmethod
+    def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
+        gate_up_T2F, activated_TF = ctx.saved_tensors
+        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+        grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
+        grad_gate_TF, grad_up_TF = grad_gate_up_T2F.chunk(2, dim=-1)
+        torch.mul(activated_TF, grad_TF, out=grad_up_TF)
+        grad_gate_TF.copy_(torch.ops.aten.gelu_backward(grad_TF * up_TF, gate_TF, approximate="tanh"))
         return grad_gate_up_T2F
 
 
