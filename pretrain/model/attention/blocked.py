@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model.attention.blocks import Block, plan_blocks
-from pretrain.model.attention.pieces import (
-    add_diagonals,
-    bias_diagonals,
-    expand_diagonals,
-    heads_first,
-    reach_of,
-    tensor_gradients,
-)
+from pretrain.model.attention.pieces import AddedScores, reach_of
 from pretrain.model.attention.rules import AttentionRules
 from pretrain.sequence import SeqInfo
 
@@ -28,12 +21,14 @@ Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class BlockKernel(NamedTuple):
-    """What a backend does with q [H, rows, K], k and v [G, keys, K] and the bias [H, rows, keys] of one block.
+    """What a backend does with q [H, rows, K], k and v [G, keys, K] of one block and what is added to its scores.
+
+    That is [H, rows, keys] with a bias, [1, rows, keys] with a mask only, at least fp32, or None.
 
     Attributes:
-        forward: (q, k, v, bias, block, rules) -> [H, rows, K].
-        backward: (q, k, v, bias, gradient of the result, block, rules) -> those of q, k, v, and of the bias where
-            there is one.
+        forward: (q, k, v, added, block, rules) -> [H, rows, K].
+        backward: (q, k, v, added, gradient of the result, block, rules) -> those of q, k, v, and of what was added
+            where there is a bias.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Block, AttentionRules], Tensor]
@@ -58,6 +53,8 @@ def attend_blocks(
 
 
 class _Blocked(torch.autograd.Function):
+    """Views are taken of tensors with heads first, once: short documents wait for each call of torch."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -73,32 +70,36 @@ class _Blocked(torch.autograd.Function):
         ctx.save_for_backward(q_THK, k_TGK, v_TGK, *tensors)
         ctx.kernel, ctx.blocks, ctx.rules, ctx.reach = kernel, blocks, rules, reach
         out_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
-        diagonals_HR = bias_diagonals(rules, reach, q_THK.device, tensors)
+        added = AddedScores(blocks, rules, reach, tensors, q_THK.device, _wide(q_THK))
+        q_HTK, k_GTK, v_GTK, out_HTK = (x.transpose(0, 1) for x in (q_THK, k_TGK, v_TGK, out_THK))
         for block in blocks:
-            q, k, v = heads_first(q_THK, k_TGK, v_TGK, block)
-            bias = None if diagonals_HR is None else expand_diagonals(diagonals_HR, block, reach)
-            out_THK[block.q_start : block.q_stop] = kernel.forward(q, k, v, bias, block, rules).transpose(0, 1)
+            queries, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
+            q, k, v = q_HTK[:, queries], k_GTK[:, keys], v_GTK[:, keys]
+            out_HTK[:, queries] = kernel.forward(q, k, v, added.of(block), block, rules)
         return out_THK
 
     @staticmethod
     def backward(ctx: Any, grad_THK: Tensor) -> tuple[Tensor | None, ...]:
         q_THK, k_TGK, v_TGK, *tensors = ctx.saved_tensors
-        rules, reach = ctx.rules, ctx.reach
-        dtype = torch.promote_types(q_THK.dtype, torch.float32)
+        dtype = _wide(q_THK)
         dq_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
         dk_TGK, dv_TGK = (torch.zeros(k_TGK.shape, dtype=dtype, device=q_THK.device) for _ in range(2))
-        diagonals_HR = bias_diagonals(rules, reach, q_THK.device, tensors)
-        d_diagonals_HR = None if diagonals_HR is None else torch.zeros_like(diagonals_HR, dtype=dtype)
+        added = AddedScores(ctx.blocks, ctx.rules, ctx.reach, tensors, q_THK.device, dtype)
+        q_HTK, k_GTK, v_GTK, grad_HTK = (x.transpose(0, 1) for x in (q_THK, k_TGK, v_TGK, grad_THK))
+        dq_HTK, dk_GTK, dv_GTK = (x.transpose(0, 1) for x in (dq_THK, dk_TGK, dv_TGK))
         for block in ctx.blocks:
-            q, k, v = heads_first(q_THK, k_TGK, v_TGK, block)
-            bias = None if diagonals_HR is None else expand_diagonals(diagonals_HR, block, reach)
-            grad = grad_THK[block.q_start : block.q_stop].transpose(0, 1)
-            dq, dk, dv, d_bias = ctx.kernel.backward(q, k, v, bias, grad, block, rules)
-            dq_THK[block.q_start : block.q_stop] = dq.transpose(0, 1)
-            dk_TGK[block.k_start : block.k_stop] += dk.transpose(0, 1)
-            dv_TGK[block.k_start : block.k_stop] += dv.transpose(0, 1)
-            if d_diagonals_HR is not None:
-                assert d_bias is not None
-                add_diagonals(d_diagonals_HR, d_bias, block, reach)
-        of_tensors = tensor_gradients(rules, reach, tensors, d_diagonals_HR, ctx.needs_input_grad[7:])
+            queries, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
+            q, k, v, grad = q_HTK[:, queries], k_GTK[:, keys], v_GTK[:, keys], grad_HTK[:, queries]
+            dq, dk, dv, d_added = ctx.kernel.backward(q, k, v, added.of(block), grad, block, ctx.rules)
+            dq_HTK[:, queries] = dq
+            dk_GTK[:, keys].add_(dk)
+            dv_GTK[:, keys].add_(dv)
+            if d_added is not None:
+                added.add_gradient(block, d_added)
+        of_tensors = added.gradients(tensors, ctx.needs_input_grad[7:])
         return dq_THK, dk_TGK.to(k_TGK.dtype), dv_TGK.to(v_TGK.dtype), None, None, None, None, *of_tensors
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)

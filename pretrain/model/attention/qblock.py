@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pretrain.model.attention.blocked import BlockKernel, Gradients, attend_blocks
 from pretrain.model.attention.blocks import Block
-from pretrain.model.attention.pieces import block_mask, masked_bias
 from pretrain.model.attention.rules import AttentionRules
-from pretrain.model.attention.split import sdpa
+from pretrain.model.attention.sdpa import attend_block
 from pretrain.sequence import SeqInfo
 
 
@@ -26,13 +25,11 @@ def attend_qblock(
     return attend_blocks(BlockKernel(_attend, _gradients), q_THK, k_TGK, v_TGK, q_info, k_info, rules)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, rules: AttentionRules) -> Tensor:
-    mask = block_mask(block, rules, q.device)
+def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, block: Block, rules: AttentionRules) -> Tensor:
     if rules.softcap is None and rules.dropout is None and not block.has_blind_rows(rules.causal, rules.window):
-        mask = masked_bias(mask, bias, q.dtype)
-        return sdpa(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), rules.scale, mask=mask)[0]
+        return attend_block(q, k, v, added, rules)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    weights, _ = _weights(q.to(dtype), k.to(dtype), mask, bias, block, rules)
+    weights, _ = _weights(q.to(dtype), k.to(dtype), added, block, rules)
     flat = weights.flatten(1, 2)
     dropped = _dropped(block, rules, q.shape[0], weights)
     if dropped is not None:
@@ -41,13 +38,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, 
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, grad: Tensor, block: Block, rules: AttentionRules
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, grad: Tensor, block: Block, rules: AttentionRules
 ) -> Gradients:
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
-    weights, slope = _weights(q, k, block_mask(block, rules, q.device), bias, block, rules)
+    weights, slope = _weights(q, k, added, block, rules)
     dropped = _dropped(block, rules, q.shape[0], weights)
-    return _block_backward(q, k, v, grad, weights, slope, dropped, rules.scale)
+    return _block_backward(q, k, v, grad, weights, slope, dropped, rules)
 
 
 def _dropped(block: Block, rules: AttentionRules, heads: int, like: Tensor) -> Tensor | None:
@@ -59,24 +56,22 @@ def _dropped(block: Block, rules: AttentionRules, heads: int, like: Tensor) -> T
 
 
 def _weights(
-    q: Tensor, k: Tensor, mask: Tensor | None, bias: Tensor | None, block: Block, rules: AttentionRules
+    q: Tensor, k: Tensor, added: Tensor | None, block: Block, rules: AttentionRules
 ) -> tuple[Tensor, Tensor | None]:
     """Softmax weights [G, H/G, rows, keys] and, with a cap, the cap's derivative of the same shape."""
     groups = k.shape[0]
     grouped = (groups, q.shape[0] // groups, block.rows, block.keys)
-    scores = (_by_group(q, groups) @ k.transpose(1, 2)).mul_(rules.scale).view(grouped)
+    scores = torch.bmm(_by_group(q, groups), k.transpose(1, 2)).mul_(rules.scale).view(grouped)
     slope = None
     if rules.softcap is not None:
         scores = scores.div_(rules.softcap).tanh_()
         slope = 1 - scores.square()
         scores.mul_(rules.softcap)
-    if bias is not None:
-        scores += bias.view(grouped)
-    if mask is not None:
-        scores.masked_fill_(~mask, -torch.inf)
+    if added is not None:
+        scores += added.unflatten(0, grouped[:2] if added.shape[0] > 1 else (1, 1))
     weights = torch.softmax(scores, dim=-1)
-    if mask is not None and block.has_blind_rows(rules.causal, rules.window):
-        weights.masked_fill_(~mask.any(dim=-1, keepdim=True), 0.0)
+    if added is not None and block.has_blind_rows(rules.causal, rules.window):
+        weights.masked_fill_(added[0].isneginf().all(dim=-1, keepdim=True), 0.0)
     return weights, slope
 
 
@@ -88,25 +83,24 @@ def _block_backward(
     weights: Tensor,
     slope: Tensor | None,
     dropped: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q [H, rows, K], of k and v [G, keys, K], and of the biased scores [H, rows, keys]."""
+    rules: AttentionRules,
+) -> Gradients:
+    """Gradients of q [H, rows, K], of k and v [G, keys, K], and of a bias [H, rows, keys]."""
     groups = k.shape[0]
     flat = weights.flatten(1, 2)
     grad_rows = _by_group(grad, groups)
-    d_scores = grad_rows @ v.transpose(1, 2)
+    d_weights = torch.bmm(grad_rows, v.transpose(1, 2))
     if dropped is None:
-        dv = flat.transpose(1, 2) @ grad_rows
+        dv = torch.bmm(flat.transpose(1, 2), grad_rows)
     else:
         dropped = dropped.view(flat.shape)
-        dv = (flat * dropped).transpose(1, 2) @ grad_rows
-        d_scores *= dropped
-    d_scores -= (flat * d_scores).sum(dim=-1, keepdim=True)
-    d_scores *= flat
+        dv = torch.bmm((flat * dropped).transpose(1, 2), grad_rows)
+        d_weights *= dropped
+    d_scores = torch.ops.aten._softmax_backward_data(d_weights, flat, -1, flat.dtype)
     d_product = d_scores if slope is None else d_scores * slope.flatten(1, 2)
-    dq = (d_product @ k).mul_(scale).view(q.shape)
-    dk = (d_product.transpose(1, 2) @ _by_group(q, groups)).mul_(scale)
-    return dq, dk, dv, d_scores.view(q.shape[0], -1, k.shape[1])
+    dq = torch.bmm(d_product, k).mul_(rules.scale).view(q.shape)
+    dk = torch.bmm(d_product.transpose(1, 2), _by_group(q, groups)).mul_(rules.scale)
+    return dq, dk, dv, None if rules.bias is None else d_scores.view(q.shape[0], -1, k.shape[1])
 
 
 def _by_group(x_HSK: Tensor, groups: int) -> Tensor:

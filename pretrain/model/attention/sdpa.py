@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pretrain.model.attention.blocked import BlockKernel, Gradients, attend_blocks
 from pretrain.model.attention.blocks import Block
-from pretrain.model.attention.pieces import block_mask, masked_bias, reach_of
+from pretrain.model.attention.pieces import reach_of
 from pretrain.model.attention.rules import AttentionRules
 from pretrain.model.attention.split import attend_split, sdpa
 from pretrain.sequence import SeqInfo
@@ -28,16 +28,24 @@ def attend_sdpa(
     return attend_blocks(BlockKernel(_attend, _gradients), q_THK, k_TGK, v_TGK, q_info, k_info, rules)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, block: Block, rules: AttentionRules) -> Tensor:
-    mask = masked_bias(block_mask(block, rules, q.device), bias, q.dtype)
+def attend_block(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, rules: AttentionRules) -> Tensor:
+    """torch's kernel on one block, [H, rows, K]; what is added takes the dtype of the queries."""
+    mask = None if added is None else added.to(q.dtype).unsqueeze(0)
     return sdpa(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), rules.scale, mask=mask)[0]
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, block: Block, rules: AttentionRules) -> Tensor:
+    del block
+    return attend_block(q, k, v, added, rules)
+
+
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, grad: Tensor, block: Block, rules: AttentionRules
+    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, grad: Tensor, block: Block, rules: AttentionRules
 ) -> Gradients:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, *(() if bias is None else (bias,)))]
+    del block
+    biases = () if added is None or rules.bias is None else (added,)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *biases)]
     with torch.enable_grad():
-        out = _attend(leaves[0], leaves[1], leaves[2], None if bias is None else leaves[3], block, rules)
-    dq, dk, dv, *d_bias = torch.autograd.grad(out, leaves, grad)
-    return dq, dk, dv, d_bias[0] if d_bias else None
+        out = attend_block(leaves[0], leaves[1], leaves[2], leaves[3] if biases else added, rules)
+    dq, dk, dv, *d_added = torch.autograd.grad(out, leaves, grad)
+    return dq, dk, dv, d_added[0] if d_added else None
