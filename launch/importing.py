@@ -87,7 +87,7 @@ def _resolved(model: AnyModelConfig, name: str) -> Any:
     """A field with its meaning where it is left out."""
     value = getattr(model, name)
     if value is None and name == "head_width":
-        return model.width // model.num_heads
+        return model.width_per_head
     if value is None and name == "num_kv_heads":
         return model.num_heads
     return value

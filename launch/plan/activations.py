@@ -91,7 +91,7 @@ def _moe(model: MoEConfig, tokens: int) -> Stack:
 
 
 def _decoder(model: DecoderConfig | GemmaConfig | MoEConfig, tokens: int) -> Stack:
-    head_width = model.head_width or model.width // model.num_heads
+    head_width = model.width_per_head
     inside = model.num_heads * head_width
     keys = (model.num_kv_heads or model.num_heads) * head_width
     attention = (inside + 2 * keys) + (inside + keys) + inside  # one matrix, rotated, output
@@ -110,7 +110,7 @@ def _plain(
     cross_tokens: int,
 ) -> Stack:
     """Attention without rotation and an ungated block; with `cross_tokens` also cross-attention to so many tokens."""
-    head_width = getattr(model, "head_width", None) or model.width // model.num_heads
+    head_width = model.width_per_head
     inside, hidden = model.num_heads * head_width, model.feed_forward_width
     gated = isinstance(model, T5Config) and model.feed_forward == "gated_gelu"
     block = (4 if gated else 2) * hidden  # both halves, the activated one, their product

@@ -56,6 +56,11 @@ class ModelConfig(Section):
         default="eager",
     )
 
+    @property
+    def width_per_head(self) -> int:
+        """K: `head_width` where a family has one and it is set, otherwise an equal share of the model's width."""
+        return getattr(self, "head_width", None) or self.width // self.num_heads
+
 
 class LinearRope(Section):
     """Every rotary frequency divided by the factor (position interpolation)."""

@@ -16,9 +16,9 @@ def model_rules(model: AnyModelConfig) -> list[str]:
             f"model.width={model.width} is not a multiple of model.num_heads={model.num_heads}. "
             "Heads share the width equally. Change one of them."
         )
-    elif model.family in ("decoder", "gemma", "moe") and (head_width or model.width // model.num_heads) % 2:
+    elif model.family in ("decoder", "gemma", "moe") and model.width_per_head % 2:
         problems.append(
-            f"a head of width {head_width or model.width // model.num_heads} is odd. "
+            f"a head of width {model.width_per_head} is odd. "
             "Rotary positions turn pairs of dimensions. Set an even model.head_width."
         )
     if model.family == "encoder_decoder" and model.width % 2:
@@ -97,8 +97,7 @@ def rope_rules(model: AnyModelConfig) -> list[str]:
                 f"model.rope_scaling.{high}={getattr(scaling, high):g}. Frequencies between them are blended. "
                 "Leave both out for the published values."
             )
-    head_width = getattr(model, "head_width", None) or model.width // model.num_heads
-    if scaling.kind in ("ntk", "yarn") and (getattr(model, "rope_theta", 0) <= 1 or head_width <= 2):
+    if scaling.kind in ("ntk", "yarn") and (getattr(model, "rope_theta", 0) <= 1 or model.width_per_head <= 2):
         problems.append(
             f"model.rope_scaling.kind={scaling.kind} needs model.rope_theta above 1 and heads wider than 2. "
             "It moves the base between the highest and the lowest frequency. Set kind=linear."

@@ -26,11 +26,6 @@ from pretrain.model.positions import LearnedPositions, Rotary, alibi_bias, rotar
 from pretrain.model.scaling import Scaling, scaled
 from pretrain.sequence import SeqInfo
 
-
-def head_width_of(config: DecoderConfig | MoEConfig) -> int:
-    return config.head_width or config.width // config.num_heads
-
-
 Places = tuple[Rotary | None, RelativeBias | None]
 """What tells the attention where tokens stand: angles, or a bias by distance, or neither (learned vectors)."""
 
@@ -43,7 +38,7 @@ class DecoderAttention(nn.Module):
         self.dropout, self.site = config.attention_dropout, site
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
-        self.head_width = head_width_of(config)
+        self.head_width = config.width_per_head
         self.backend = config.attention
         self.scale = scaling.of_scores(self.head_width)
         self.rotate = rotate
@@ -143,6 +138,6 @@ class Decoder(CausalModel):
         if config.positions == "learned":
             return None, None
         angles = rotary_angles(
-            info.positions, head_width_of(config), config.rope_theta, x_TD.dtype, config.rope_scaling
+            info.positions, config.width_per_head, config.rope_theta, x_TD.dtype, config.rope_scaling
         )
         return angles, None

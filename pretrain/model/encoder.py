@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.dropout, self.site = config.attention_dropout, site
         width = config.width
-        self.head_width = width // config.num_heads
+        self.head_width = config.width_per_head
         self.scale = scale or 1.0 / math.sqrt(self.head_width)
         self.causal = causal
         self.backend = config.attention

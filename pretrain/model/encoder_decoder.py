@@ -35,7 +35,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.dropout, self.site = config.attention_dropout, site
         width = config.width
-        self.head_width = width // config.num_heads
+        self.head_width = config.width_per_head
         self.backend = config.attention
         self.query = Linear(width, width, initials.attention, bias=True)
         self.key_value = Linear(width, 2 * width, initials.joined(1), bias=True)

@@ -99,7 +99,7 @@ def hardware_flops_per_step(model: AnyModelConfig, batch: BatchConfig, *, recomp
 
 
 def _decoder_parameters(model: DecoderConfig) -> int:
-    head_width = model.head_width or model.width // model.num_heads
+    head_width = model.width_per_head
     layer = _decoder_matrices(model) + 2 * model.width + (2 * head_width if model.qk_norm else 0)
     return model.num_layers * layer + model.width + (model.max_length or 0) * model.width
 
@@ -109,7 +109,7 @@ def _decoder_matrices(model: DecoderConfig | GemmaConfig) -> int:
 
 
 def _head_matrices(model: DecoderConfig | GemmaConfig | MoEConfig) -> int:
-    head_width = model.head_width or model.width // model.num_heads
+    head_width = model.width_per_head
     return model.width * head_width * (2 * model.num_heads + 2 * (model.num_kv_heads or model.num_heads))
 
 
@@ -120,33 +120,33 @@ def _moe_matrices(model: MoEConfig, experts: int) -> int:
 
 
 def _moe_parameters(model: MoEConfig) -> int:
-    head_width = model.head_width or model.width // model.num_heads
+    head_width = model.width_per_head
     norms = 2 * model.width + (2 * head_width if model.qk_norm else 0)
     return model.num_layers * (_moe_matrices(model, model.num_experts) + norms) + model.width
 
 
 def _moe_forward(model: MoEConfig, length: int) -> int:
-    head_width = model.head_width or model.width // model.num_heads
+    head_width = model.width_per_head
     matrices = model.num_layers * _moe_matrices(model, model.experts_per_token) + model.vocabulary_size * model.width
     return 2 * matrices * length + model.num_layers * 2 * model.num_heads * head_width * length * length
 
 
 def _decoder_forward(model: DecoderConfig, length: int) -> int:
-    head_width = model.head_width or model.width // model.num_heads
+    head_width = model.width_per_head
     matrices = model.num_layers * _decoder_matrices(model) + model.vocabulary_size * model.width
     attention = model.num_layers * 2 * model.num_heads * head_width * length * length
     return 2 * matrices * length + attention
 
 
 def _gemma_parameters(model: GemmaConfig) -> int:
-    head_width = model.head_width or model.width // model.num_heads
+    head_width = model.width_per_head
     layer = _decoder_matrices(model) + 4 * model.width + (2 * head_width if model.qk_norm else 0)
     return model.num_layers * layer + model.width
 
 
 def _gemma_forward(model: GemmaConfig, length: int) -> int:
     matrices = model.num_layers * _decoder_matrices(model) + model.vocabulary_size * model.width
-    heads = model.num_heads * (model.head_width or model.width // model.num_heads)
+    heads = model.num_heads * model.width_per_head
     full = model.num_layers // model.full_every
     span = min(model.window, length)
     in_windows = (model.num_layers - full) * (length * span - span * span // 2)  # pairs of a window and its ramp
@@ -197,8 +197,7 @@ def _t5_parameters(model: T5Config) -> int:
 
 def _inside(model: EncoderDecoderConfig | T5Config) -> int:
     """Width of all heads together."""
-    head_width = getattr(model, "head_width", None)
-    return model.num_heads * head_width if head_width else model.width
+    return model.num_heads * model.width_per_head
 
 
 def _square(model: EncoderDecoderConfig | T5Config) -> int:

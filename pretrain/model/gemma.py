@@ -30,10 +30,6 @@ from pretrain.model.positions import Rotary, rotary_angles, rotate
 from pretrain.sequence import SeqInfo
 
 
-def head_width_of(config: GemmaConfig) -> int:
-    return config.head_width or config.width // config.num_heads
-
-
 def has_window(config: GemmaConfig, layer: int) -> bool:
     """Whether a layer, counted from 0, sees a window only."""
     return (layer + 1) % config.full_every != 0
@@ -47,7 +43,7 @@ class GemmaAttention(nn.Module):
         self.dropout, self.site = config.attention_dropout, site
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads or config.num_heads
-        self.head_width = head_width_of(config)
+        self.head_width = config.width_per_head
         self.scale = 1.0 / math.sqrt(config.query_scale or self.head_width)
         self.rotate = rotate
         self.window, self.softcap, self.backend = window, config.attention_softcap, config.attention
@@ -130,7 +126,7 @@ class Gemma(CausalModel):
         # The factor is rounded to the weights' dtype, as in the published models.
         x_TD = self.embedding_dropout(x_TD * torch.tensor(math.sqrt(config.width), dtype=x_TD.dtype), key)
         angles = tuple(
-            rotary_angles(info.positions, head_width_of(config), theta, x_TD.dtype, scaling)
+            rotary_angles(info.positions, config.width_per_head, theta, x_TD.dtype, scaling)
             for theta, scaling in (
                 (config.rope_theta, config.rope_scaling),
                 (config.window_rope_theta or config.rope_theta, None),

@@ -34,9 +34,10 @@ class GPT2Layer(nn.Module):
         super().__init__()
         inner, outer, self.branch = scaling.inner, scaling.outer, scaling.branch
         self.attention_norm = LayerNorm(config.width, config.norm_eps)
-        head_width = config.width // config.num_heads
         site = next(sites)
-        self.attention = SelfAttention(config, inner, outer, site, causal=True, scale=scaling.of_scores(head_width))
+        self.attention = SelfAttention(
+            config, inner, outer, site, causal=True, scale=scaling.of_scores(config.width_per_head)
+        )
         self.attention_dropout = Dropout(config.dropout, site)
         self.mlp_norm = LayerNorm(config.width, config.norm_eps)
         self.mlp = FeedForward(config.width, config.feed_forward_width, inner, outer, activation="gelu_tanh")

@@ -19,7 +19,7 @@ from pretrain.loss.sums import LossSums
 from pretrain.model.cache import Cache, LayerCache
 from pretrain.model.causal import CausalModel
 from pretrain.model.checkpointing import LayerStack
-from pretrain.model.decoder import DecoderAttention, Places, head_width_of
+from pretrain.model.decoder import DecoderAttention, Places
 from pretrain.model.dropout import Dropout
 from pretrain.model.experts import SparseMLP
 from pretrain.model.head import Head
@@ -95,7 +95,7 @@ class MoE(CausalModel):
         config = self.config
         x_TD = self.embedding_dropout(self.embedding(ids_T), key)
         angles = rotary_angles(
-            info.positions, head_width_of(config), config.rope_theta, x_TD.dtype, config.rope_scaling
+            info.positions, config.width_per_head, config.rope_theta, x_TD.dtype, config.rope_scaling
         )
         caches = [None] * len(self.layers) if cache is None else cache.layers
         zeros = torch.zeros(2, dtype=torch.promote_types(x_TD.dtype, torch.float32), device=x_TD.device)

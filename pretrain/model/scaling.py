@@ -46,7 +46,6 @@ class Scaling:
         mup = None if isinstance(config, MoEConfig) else config.mup
         wider = 1.0 if mup is None else config.width / mup.base_width
         std, depth = config.init_std / math.sqrt(wider), math.sqrt(2 * config.num_layers)
-        head_width = getattr(config, "head_width", None) or config.width // config.num_heads
         return cls(
             table=Normal(config.init_std),
             inner=Normal(std),
@@ -54,7 +53,7 @@ class Scaling:
             branch=1.0 / depth if config.depth_scaling == "branch" else 1.0,
             output=1.0 / wider,
             rate=1.0 / wider,
-            base_head_width=None if mup is None else mup.base_head_width or head_width,
+            base_head_width=None if mup is None else mup.base_head_width or config.width_per_head,
         )
 
     def of_scores(self, head_width: int) -> float:

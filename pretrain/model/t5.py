@@ -28,17 +28,13 @@ from pretrain.model.positions import RelativePositionBias
 from pretrain.sequence import SeqInfo
 
 
-def head_width_of(config: T5Config) -> int:
-    return config.head_width or config.width // config.num_heads
-
-
 class T5Attention(nn.Module):
     """Self-attention, or with a source attention to it; keys and values come from one matrix, keys first."""
 
     def __init__(self, config: T5Config, site: int, *, causal: bool) -> None:
         super().__init__()
         self.dropout, self.site = config.attention_dropout, site
-        self.head_width = head_width_of(config)
+        self.head_width = config.width_per_head
         self.causal = causal
         self.backend = config.attention
         inside = config.num_heads * self.head_width

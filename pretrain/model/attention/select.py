@@ -116,11 +116,10 @@ def explain_attention(model: AnyModelConfig, device: torch.device, precision: Li
     Raises:
         UserError: as `choose_backend`.
     """
-    head_width = getattr(model, "head_width", None) or model.width // model.num_heads
     need = Need(
         device=device.type,
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        head_width=head_width,
+        head_width=model.width_per_head,
         window=getattr(model, "window", None) is not None,
         softcap=getattr(model, "attention_softcap", None) is not None,
         bias=getattr(model, "num_buckets", None) is not None or getattr(model, "positions", "") == "alibi",

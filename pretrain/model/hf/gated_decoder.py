@@ -17,10 +17,6 @@ from pretrain.model.hf.weights import Weight
 HEAD = "lm_head.weight"
 
 
-def head_width_of(config: DecoderConfig | GemmaConfig | MoEConfig) -> int:
-    return config.head_width or config.width // config.num_heads
-
-
 def shared_fields(config: DecoderConfig | GemmaConfig | MoEConfig, options: ExportOptions) -> dict[str, Any]:
     """What `config.json` says of all of them alike."""
     return options.common() | {
@@ -30,7 +26,7 @@ def shared_fields(config: DecoderConfig | GemmaConfig | MoEConfig, options: Expo
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads or config.num_heads,
-        "head_dim": head_width_of(config),
+        "head_dim": config.width_per_head,
         "rms_norm_eps": config.norm_eps,
         "max_position_embeddings": options.max_length,
         "tie_word_embeddings": config.tied_embeddings,
@@ -52,7 +48,7 @@ def decoder_weights(
             gated block.
     """
     width, vocabulary = config.width, config.vocabulary_size
-    head = head_width_of(config)
+    head = config.width_per_head
     queries, keys = config.num_heads * head, (config.num_kv_heads or config.num_heads) * head
     weights = [
         Weight.same("embedding.weight", "model.embed_tokens.weight", vocabulary, width),

@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config.schema import GemmaConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
-from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of, shared_fields
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, shared_fields
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
@@ -29,7 +29,7 @@ def _to_config(config: GemmaConfig, options: ExportOptions) -> dict[str, Any]:
     body = shared_fields(config, options) | {
         "architectures": ["Gemma3ForCausalLM" if config.qk_norm else "Gemma2ForCausalLM"],
         "model_type": "gemma3_text" if config.qk_norm else "gemma2",
-        "query_pre_attn_scalar": int(config.query_scale or head_width_of(config)),
+        "query_pre_attn_scalar": int(config.query_scale or config.width_per_head),
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": config.window,
         "layer_types": _layer_types(config),
@@ -37,10 +37,10 @@ def _to_config(config: GemmaConfig, options: ExportOptions) -> dict[str, Any]:
         "attn_logit_softcapping": config.attention_softcap,
         "attention_bias": False,
     }
-    rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling, config.width_per_head)
     if not config.qk_norm:
         return body | {"rope_parameters": rope}
-    window_rope = to_hf_rope(config.window_rope_theta or config.rope_theta, None, head_width_of(config))
+    window_rope = to_hf_rope(config.window_rope_theta or config.rope_theta, None, config.width_per_head)
     return body | {"rope_parameters": {"full_attention": rope, "sliding_attention": window_rope}}
 
 

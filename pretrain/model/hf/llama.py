@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config.schema import DecoderConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, refuse_scaled, require, without
-from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of, shared_fields
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, shared_fields
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
@@ -25,7 +25,7 @@ def _to_config(config: DecoderConfig, options: ExportOptions) -> dict[str, Any]:
         )
     refuse_scaled(config)
     family = "qwen3" if config.qk_norm else "llama"
-    rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling, config.width_per_head)
     return shared_fields(config, options) | {
         "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[family]],
         "model_type": family,

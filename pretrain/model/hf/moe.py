@@ -12,7 +12,7 @@ from typing import Any
 from pretrain.config.schema import MoEConfig
 from pretrain.errors import UserError
 from pretrain.model.hf.family import Exchange, ExportOptions, State, refuse, require, without
-from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, head_width_of, shared_fields
+from pretrain.model.hf.gated_decoder import HEAD, decoder_weights, shared_fields
 from pretrain.model.hf.weights import Weight
 from pretrain.model.positions.exchange import from_hf_rope, to_hf_rope
 
@@ -44,7 +44,7 @@ def _to_config(config: MoEConfig, options: ExportOptions) -> dict[str, Any]:
             "model.normalised_experts=off without model.qk_norm cannot be exported. The weights of a token's experts "
             "sum to 1 in Mixtral. Train with one of them on to export the model."
         )
-    rope = to_hf_rope(config.rope_theta, config.rope_scaling, head_width_of(config))
+    rope = to_hf_rope(config.rope_theta, config.rope_scaling, config.width_per_head)
     if config.qk_norm:
         own: dict[str, Any] = {
             "architectures": ["Qwen3MoeForCausalLM"],

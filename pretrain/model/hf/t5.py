@@ -39,7 +39,7 @@ def _weights(config: T5Config) -> list[Weight]:
 
 def _attention(config: T5Config, ours: str, theirs: str, name: str) -> list[Weight]:
     width = config.width
-    inside = config.num_heads * (config.head_width or width // config.num_heads)
+    inside = config.num_heads * config.width_per_head
     keys_values = [f"{theirs}.{name}.{part}.weight" for part in "kv"]
     return [
         Weight.same(f"{ours}_norm.weight", f"{theirs}.layer_norm.weight", width),
@@ -73,7 +73,7 @@ def _to_config(config: T5Config, options: ExportOptions) -> dict[str, Any]:
         "is_encoder_decoder": True,
         "vocab_size": config.vocabulary_size,
         "d_model": config.width,
-        "d_kv": config.head_width or config.width // config.num_heads,
+        "d_kv": config.width_per_head,
         "d_ff": config.feed_forward_width,
         "num_layers": config.num_encoder_layers,
         "num_decoder_layers": config.num_decoder_layers,
