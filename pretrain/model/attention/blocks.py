@@ -1,4 +1,4 @@
-"""Which keys a block of queries can see, in packed coordinates: the plan of `qblock`. PURE: no torch.
+"""Which keys a block of queries can see, in packed coordinates: the plan of `blocked`. PURE: no torch.
 
 Takes document lengths of both sides and the limits -> blocks that together hold every visible pair. A
 block never crosses a document edge, and its rows times its keys times the heads stay within a budget,
