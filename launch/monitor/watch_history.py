@@ -80,13 +80,15 @@ def timeline_lines(facts: Facts, width: int, now: float) -> list[str]:
         return min(width - 1, max(0, int(width * (t - start) / (end - start))))
 
     above, below = [" "] * width, [" "] * width
-    for each in facts["attempts"]:
-        number = str(each["attempt"])
-        at = min(place(each["started_at"]), width - len(number))
-        above[at : at + len(number)] = number
     for event in sorted(facts["events"], key=lambda event: event["kind"] == "fault"):  # of two in a place, the fault
         if event["kind"] in ("fault", "rolled_back"):
             above[place(event["t"])] = FAULT if event["kind"] == "fault" else ROLLED_BACK
+    for each in facts["attempts"]:
+        number, at = str(each["attempt"]), place(each["started_at"])
+        while "".join(above[at : at + len(number)]).strip():  # beside the mark of the fault that it follows
+            at += 1
+        if at + len(number) <= width:
+            above[at : at + len(number)] = number
     for each in facts["checkpoints"]:
         below[place(each["t"])] = SAVED
     kinds = _kinds(spans, width)

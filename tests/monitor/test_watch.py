@@ -20,6 +20,7 @@ from launch.monitor.facts import run_facts
 from launch.monitor.reader import RunReader
 from launch.monitor.terminal import render
 from launch.monitor.watch_app import WatchApp
+from launch.monitor.watch_history import timeline_lines
 from launch.monitor.watch_panels import kept_values, sparkline
 from pretrain.errors import StoreError
 from pretrain.rundir import RunDirectory, this_process
@@ -61,6 +62,22 @@ def test_the_picture_says_state_step_loss_time_attempts_and_faults(tmp_path: Pat
     assert "rank 1 was killed" in text
     assert "second line" not in text
     assert "step-00000010-a001" in text
+
+
+def test_the_timeline_has_a_mark_for_each_attempt_fault_and_rollback_where_it_happened(tmp_path: Path) -> None:
+    journal = Journal().at(0, "created").at(0, "attempt_started", attempt=1, ranks=1, host="here", why="first start")
+    journal.at(40, "rolled_back", attempt=1, step=5, to_step=2, rows=[1, 2], why="a spike")
+    journal.at(50, "fault", attempt=1, cause="node", message="gone").at(50.1, "attempt_started", attempt=2, ranks=1)
+    journal.at(60, "restored", attempt=2, step=2).at(90, "committed", attempt=2, step=9, checkpoint="c")
+    journal.at(100, "completed", step=10)
+    records = {1: [step(50, 50, 1.0)], 2: [step(100, 40, 1.0)]}
+    reader = RunReader(write_run(tmp_path, "marked", journal.events, records))
+    reader.refresh()
+    marks, bar, saved, ends, *_ = timeline_lines(run_facts(reader), 100, 1100.0)
+    assert {at: mark for at, mark in enumerate(marks) if mark != " "} == {0: "1", 40: "↶", 50: "✗", 51: "2"}
+    assert re.fullmatch("█{2}x{48}r{12}█{38}", bar), bar  # kept up to step 2; from there 38 steps to the end
+    assert (saved.index("▴"), len(saved)) == (90, 91)
+    assert [ends.split()[0][-2:], ends.split()[1][-2:]] == ["40", "20"]  # 1000 and 1100 s are so many behind a minute
 
 
 def test_the_terminal_shows_every_fact_of_the_page(tmp_path: Path) -> None:
