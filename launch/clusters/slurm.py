@@ -50,7 +50,7 @@ trap 'asked=USR1; say "USR1: saving, then back into the queue"; [ -z "$run" ] ||
 trap 'asked=${asked:-TERM}; say "TERM: saving"; [ -z "$run" ] || kill -TERM "$run"' TERM
 
 say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes ${nodes[*]}, head $head_ip"
-start "${nodes[0]}" 0 --head --port="$base" --temp-dir="$work/ray" --dashboard-host="$head_ip" \
+TMPDIR=$work start "${nodes[0]}" 0 --head --port="$base" --temp-dir="$work/ray" --dashboard-host="$head_ip" \
   --dashboard-port=$((base + 1)) --ray-client-server-port=$((base + 2)) --include-dashboard=true
 head=$!
 until answers "$base" && answers $((base + 1)); do

@@ -107,6 +107,7 @@ def _spawn(folder: Path, name: str, options: list[str]) -> None:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(folder / _TOKEN),
         "RAY_TMPDIR": str(folder),
+        "TMPDIR": str(folder),  # Ray's dashboard leaves folders in it (measured)
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(int(START_WITHIN_S)),
     }

@@ -1,7 +1,7 @@
 """A run of three hosts, with real ranks of the smallest model: one loses power, another one is cut off. Needs root.
 
 Takes a folder and more of the config → seconds from each fault to the next finished step, read from the copies that
-the hosts keep of each other's memory. Three ranks, then two, then one.
+the hosts keep of each other's memory. Three ranks, then two, then one, and three again if asked.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ def lose_hosts(folder: Path) -> dict[str, float]:
         hosts.close()
 
 
-def lose_two(hosts: Hosts, tiny: Tiny, folder: Path, *overrides: str, to_its_end: bool = False) -> dict[str, float]:
+def lose_two(hosts: Hosts, tiny: Tiny, folder: Path, *overrides: str, and_back: bool = False) -> dict[str, float]:
     """The same on hosts that are up; the run is called `torn` and lies in `folder`.
+
+    Args:
+        and_back: both hosts come back then, and the run goes on to its end on three.
 
     Raises:
         RuntimeError: the run did not go on from the memory of its hosts.
@@ -58,8 +61,11 @@ def lose_two(hosts: Hosts, tiny: Tiny, folder: Path, *overrides: str, to_its_end
         restored = [event.fields["tier"] for event in play.events("restored")]
         if restored != ["memory", "memory"]:
             raise RuntimeError(f"the run went on from {restored}, not from the memory of its hosts")
-        if to_its_end:
-            play.end(120.0)
+        if and_back:
+            play.nodes.back(2)
+            play.nodes.back(3)
+            play.first_step_t(4)
+            play.end(240.0)
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Real ranks on three hosts: one loses power, then one is cut off. No row is lost or read twice, to rounding."""
+"""Real ranks on three hosts: one loses power, one is cut off, both come back. No row is lost or read twice."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.faults import VARIABLE
+from pretrain.metrics.history import decode_records
 from pretrain.rundir import RunDirectory
 from tests.cluster.hosts import Hosts
 from tests.cluster.measure import THREE_RANKS, lose_two
@@ -16,23 +17,28 @@ from tests.tiny import build_tiny, steps_of
 from tests.train.rank_programs import trainings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = 160
+STEPS = 320
 
 
-def test_a_lost_and_a_cut_host_cost_no_row_and_the_losses_are_those_of_the_untouched_run(
+def test_hosts_that_are_lost_cut_and_come_back_cost_no_row_and_no_step_and_the_losses_are_the_untouched_runs(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = build_tiny(tmp_path)
     total = f"schedule.total_steps={STEPS}"
     untouched = {"runs": [tiny.decoder("name=untouched", *THREE_RANKS, total)], "home": str(tmp_path)}
     run_ranks(trainings, ranks=3, arguments=untouched, timeout_s=300)
-    slower = [{"point": "step.begins", "do": "sleep:0.5", "rank": 0, "attempt": n, "times": STEPS} for n in (1, 2)]
+    slower = [{"point": "step.begins", "do": "sleep:0.5", "rank": 0, "attempt": n, "times": STEPS} for n in (1, 2, 3)]
     (tmp_path / "slower.json").write_text(json.dumps(slower))  # the standbys shall be ready before the run is over
     monkeypatch.setenv(VARIABLE, str(tmp_path / "slower.json"))
-    lose_two(hosts, tiny, tmp_path, total, to_its_end=True)
+    lose_two(hosts, tiny, tmp_path, total, and_back=True)
     run = RunDirectory.locate(str(tmp_path / "torn"))
     assert run.events()[-1].kind == "completed"
-    assert [event.fields["ranks"] for event in run.events() if event.kind == "attempt_started"] == [3, 2, 1]
+    assert [event.fields["ranks"] for event in run.events() if event.kind == "attempt_started"] == [3, 2, 1, 3]
+    # The run grows right after a commit that is made for it: no step is done twice.
+    metrics = tmp_path / "torn" / "metrics"
+    alone, grown = (decode_records((metrics / f"attempt-{n:03d}.jsonl").read_bytes()) for n in (3, 4))
+    last, first = [r["step"] for r in alone if "loss" in r][-1], next(r["step"] for r in grown if "loss" in r)
+    assert first == last + 1
     whole, torn = steps_of(tmp_path / "untouched"), steps_of(tmp_path / "torn")
     assert sorted(torn) == sorted(whole) == list(range(1, STEPS + 1))
     assert [torn[step]["data_digest"] for step in whole] == [whole[step]["data_digest"] for step in whole]
