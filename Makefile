@@ -45,7 +45,7 @@ test-cluster: $(STAMP)  ## the slow tests only: campaigns over nodes and faults
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest -m slow --timeout 1800
 
-check: $(STAMP)  ## format, lint, types and import contracts, under 30 s
+check: $(STAMP)  ## format, lint, types and import contracts, under a minute
 	@echo "== format";    $(BIN)/ruff format --check .
 	@echo "== lint";      $(BIN)/ruff check .
 	@echo "== types";     $(BIN)/mypy
