@@ -314,10 +314,7 @@ def build_training(config: RunConfig, place: Place) -> Training:
         kept = keep_compiled(place.run.store.local_path(COMPILED))
         place.log.info("compiled kernels", cache=kept)
     model = build_model(
-        config.model,
-        config.loss,
-        seed=config.seed,
-        activation_checkpointing=config.engine.activation_checkpointing,
+        config.model, config.loss, seed=config.seed, activation_checkpointing=config.engine.activation_checkpointing
     )
     place.heartbeat.stage("model")
     engine = Engine(model, config, place.world, place.device)
