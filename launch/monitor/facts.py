@@ -5,6 +5,7 @@ Takes readers → dicts. Values of `cluster.environment` are never shown: people
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -84,13 +85,20 @@ def run_facts(reader: RunReader) -> dict[str, Any]:
 
 
 def _events(reader: RunReader) -> list[dict[str, Any]]:
-    """What happened, in order; the newest of each kind, so that many checkpoints leave an early fault in sight."""
+    """What happened, in order: saves in a row as one, and the newest of each kind, so that faults stay in sight."""
+    known = [{"kind": event.kind, "t": event.t, **event.fields} for event in reader.events if event.kind in _EVENTS]
+    told: list[dict[str, Any]] = []
+    for saves, group in itertools.groupby(known, key=lambda event: event["kind"] == "committed"):
+        row = list(group)
+        if saves and len(row) > 2:
+            row = [{**row[-1], "first": row[0].get("checkpoint"), "count": len(row)}]
+        told += row
     seen: Counter[str] = Counter()
     found = []
-    for event in reversed(reader.events):
-        seen[event.kind] += 1
-        if event.kind in _EVENTS and seen[event.kind] <= MOST_EVENTS:
-            found.append({"kind": event.kind, "t": event.t, **event.fields})
+    for event in reversed(told):
+        seen[event["kind"]] += 1
+        if seen[event["kind"]] <= MOST_EVENTS:
+            found.append(event)
     return found[::-1]
 
 

@@ -149,7 +149,11 @@ def _events(facts: Facts, now: float, most_rows: int) -> list[str]:
 def _told(event: Facts) -> str:
     """An event in words, as the page has them (static/panels.js)."""
     words: dict[str, Callable[[], str]] = {
-        "committed": lambda: f"saved {event.get('checkpoint')}",
+        "committed": lambda: (
+            f"saved {event['count']} checkpoints, {event['first']} to {event['checkpoint']}"
+            if "count" in event
+            else f"saved {event.get('checkpoint')}"
+        ),
         "restored": lambda: f"attempt {event.get('attempt')} restored {event.get('checkpoint')}",
         "fault": lambda: f"{event.get('cause')} fault in attempt {event.get('attempt')}: {event.get('message')}",
         "rolled_back": lambda: (

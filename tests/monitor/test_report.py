@@ -12,6 +12,7 @@ from launch import cli
 from launch.monitor.facts import run_facts
 from launch.monitor.reader import RunReader
 from launch.monitor.report import exact_seconds, format_bar
+from launch.monitor.watch_history import history_panels
 from tests.monitor.journals import Journal, step
 from tests.monitor.runs import write_run
 from tests.monitor.test_ledger import calm
@@ -79,11 +80,20 @@ def test_a_thousand_checkpoints_leave_an_early_fault_in_sight(tmp_path: Path) ->
     journal.at(2, "fault", attempt=1, cause="node", message="early").at(3, "attempt_started", attempt=2, ranks=1)
     for step_done in range(1, 1001):
         journal.at(3 + step_done, "committed", attempt=2, step=step_done, checkpoint=f"step-{step_done:08d}-a002")
+    for place in range(300):
+        journal.at(1100 + place, "straggler", attempt=2, rank=0, host="here", median_s=2.0, others_median_s=1.0)
+    journal.at(1500, "committed", attempt=2, step=1001, checkpoint="step-00001001-a002")
     reader = RunReader(write_run(tmp_path, "long", journal.events, {}))
     reader.refresh()
-    events = run_facts(reader)["events"]
-    assert [(event["kind"], event["t"]) for event in events[:2]] == [("fault", 1002.0), ("committed", 1804.0)]
-    assert len(events) == 201
+    facts = run_facts(reader)
+    fault, saves, *stragglers, last = facts["events"]
+    assert (fault["kind"], fault["t"]) == ("fault", 1002.0)
+    assert (saves["count"], saves["first"], saves["checkpoint"]) == (1000, "step-00000001-a002", "step-00001000-a002")
+    assert [event["t"] for event in stragglers] == [2100.0 + place for place in range(100, 300)]
+    assert (last["checkpoint"], "count" in last) == ("step-00001001-a002", False)
+    told = "\n".join(line for panel in history_panels(facts, 120, 2600.0, most_rows=400) for line in panel.lines)
+    assert "saved 1000 checkpoints, step-00000001-a002 to step-00001000-a002" in told
+    assert "saved step-00001001-a002" in told
 
 
 def test_a_name_that_is_none_is_a_user_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

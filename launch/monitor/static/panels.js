@@ -100,7 +100,7 @@ export function events(facts) {
 
 function told(event) {
   switch (event.kind) {
-    case "committed": return `saved ${event.checkpoint}`;
+    case "committed": return event.count ? `saved ${event.count} checkpoints, ${event.first} to ${event.checkpoint}` : `saved ${event.checkpoint}`;
     case "restored": return `attempt ${event.attempt} restored ${event.checkpoint}`;
     case "fault": return `${event.cause} fault in attempt ${event.attempt}: ${event.message}`;
     case "rolled_back": return `rolled back at step ${event.step} to ${event.to_step}, jumps over rows ${(event.rows || []).join(" to ")}: ${event.why}`;
