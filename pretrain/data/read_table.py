@@ -1,7 +1,8 @@
 """Readers of tables: Parquet, and arrow files such as Hugging Face datasets saves to disk.
 
 A row is a document, numbered from 1. pyarrow is an extra (`pretrain[formats]`) and imported here only.
-Invariants: only the columns that the spec names are read; a missing text is an empty document, counted.
+Invariants: only the columns that the spec names are read; a missing text is an empty document, counted; an arrow
+stream that ends without the mark of its end is an error (pyarrow takes a cut between two batches for the end).
 """
 
 from __future__ import annotations
@@ -38,18 +39,43 @@ def read_arrow(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
     def batches(stream: io.BufferedIOBase) -> Iterator[Any]:
         magic = stream.read(len(_FILE_MAGIC))
         stream.seek(0)
+        asked = None
         if magic == _FILE_MAGIC:
             table = ipc.open_file(stream)
             parts = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
-            table = ipc.open_stream(stream)
+            asked = _Asked(stream)
+            table = ipc.open_stream(asked)
             parts = iter(table)
         columns = _columns(table.schema, file, maker)
         for part in parts:
             for start in range(0, part.num_rows, _ROWS_AT_ONCE):
                 yield part.slice(start, _ROWS_AT_ONCE).select(columns)
+        if asked is not None and asked.beyond_the_end:
+            raise _pyarrow("pyarrow", file).ArrowInvalid("it ends without the mark of its end: it was cut")
 
     return _documents(file, maker, batches)
+
+
+class _Asked:
+    """A file for pyarrow that knows whether more was asked of it than it holds: past its end mark nothing is read."""
+
+    closed = False
+
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        self._file = file
+        self.beyond_the_end = False
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.beyond_the_end |= len(data) < size
+        return data
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Left to whoever opened it."""
 
 
 def _documents(
@@ -57,8 +83,8 @@ def _documents(
 ) -> Iterator[Document]:
     arrow = _pyarrow("pyarrow", file)
     line = 0
-    try:
-        with file.open() as stream:
+    with file.open() as stream:
+        try:
             for batch in batches(stream):
                 for record in _records(batch, arrow, maker):
                     line += 1
@@ -66,8 +92,10 @@ def _documents(
                     decoded = {name: _text(record[name], maker, where) for name in maker.spec.text_fields}
                     if None not in decoded.values():
                         yield maker.from_record(record | decoded, where, line)
-    except arrow.ArrowException as error:
-        raise DataError(f"{file.origin} is damaged after row {line}: {error}. Get the file again.") from None
+        except (arrow.ArrowException, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's; pyarrow's own have no number
+                raise
+            raise DataError(f"{file.origin} is damaged after row {line}: {error}. Get the file again.") from None
 
 
 def _columns(schema: Any, file: InputFile, maker: DocumentMaker) -> list[str]:

@@ -109,6 +109,21 @@ def test_arrow_files_of_both_kinds_and_every_text_type(texts: Path, text_type: p
     assert [item.line for item in found] == list(range(1, 2501))
 
 
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_an_arrow_file_cut_anywhere_is_named_also_between_its_batches(texts: Path, kind: str) -> None:
+    batches = pa.table({"text": [f"text {number}" for number in range(12)]}).to_batches(max_chunksize=4)
+    path = texts / "a.arrow"
+    with (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(path, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    whole = path.read_bytes()
+    assert len(read(texts)) == 12
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"a\.arrow is damaged after row \d+: "):
+            read(texts)
+
+
 def test_text_in_a_table_that_is_not_utf8_names_its_row(texts: Path) -> None:
     offsets, data = pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"ok\xff")
     column = pa.StringArray.from_buffers(2, offsets, data)
