@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import attrgetter, is_not
 from typing import NamedTuple
 
 import numpy as np
@@ -44,6 +45,7 @@ _EAGER_SHARDS = 64  # above, indexes are read when they are used: a start takes 
 _KEPT_INDEXES = 4096
 _AHEAD = 32  # blocks on their way at once; a step reads lanes x window_blocks of a source or fewer
 _REMOTE_CHECKS = 16  # parallel size checks of a remote source
+_name, _bytes = attrgetter("name"), attrgetter("bytes")
 
 
 class TokenBlock(NamedTuple):
@@ -69,9 +71,16 @@ def is_remote(store: Store) -> bool:
     return store.local_path(MANIFEST_NAME) is None
 
 
-def _odd(name: str, found: Mapping[str, int | None], wanted: int) -> str:
-    """What is wrong with a file that is not as large as wanted."""
-    return f"{name} has {found[name]} bytes, not {wanted}" if name in found else f"{name} is missing"
+def _odd_ones(
+    found: Mapping[str, int | None], names: Sequence[str], sizes: Sequence[int], *, absent: int | None
+) -> list[str]:
+    """What is wrong with each file that is not as large as wanted; a size of None is not known, unless it is what
+    `absent` files have."""
+    return [
+        f"{name} has {found[name]} bytes, not {size}" if name in found else f"{name} is missing"
+        for name, size in zip(names, sizes, strict=True)
+        if found.get(name, absent) not in ((size,) if absent is None else (size, None))
+    ]
 
 
 class CorruptBlockError(DataError):
@@ -211,10 +220,13 @@ class BlockReader:
     def _check_sizes(self) -> None:
         shards, row_bytes = self.manifest.shards, 8 * (2 + 3 * len(self.manifest.members))
         found = self._sizes()
-        problems = [_odd(shard.name, found, shard.bytes) for shard in shards if found.get(shard.name) != shard.bytes]
+        # Where there are very many, maps take a third of the time of loops.
+        names, sizes = list(map(_name, shards)), list(map(_bytes, shards))
+        problems = [] if list(map(found.get, names)) == sizes else _odd_ones(found, names, sizes, absent=None)
         if len(shards) > _EAGER_SHARDS:  # their indexes are not read yet
-            indexes = ((shard.name + INDEX_SUFFIX, shard.blocks * row_bytes) for shard in shards)
-            problems += [_odd(name, found, size) for name, size in indexes if found.get(name, -1) not in (size, None)]
+            indexes = [name + INDEX_SUFFIX for name in names]
+            if any(map(is_not, map(found.get, indexes, repeat(-1)), repeat(None))):
+                problems += _odd_ones(found, indexes, [shard.blocks * row_bytes for shard in shards], absent=-1)
         if problems:
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
             raise DataError(
@@ -351,7 +363,7 @@ class BlockReader:
         if int(array.max()) >= self.manifest.vocabulary_size:
             raise self._unfit(block, f"id {int(array.max())} outside the vocabulary of {self.manifest.vocabulary_size}")
         edges = np.frombuffer(ends, dtype="<u4").astype(np.int64)
-        if edges.size and (edges[0] < 1 or edges[-1] > last_end or bool((np.diff(edges) < 1).any())):
+        if edges.size and (edges[0] < 1 or edges[-1] > last_end or bool((edges[1:] <= edges[:-1]).any())):
             raise self._unfit(block, f"document ends that do not ascend within 1..{last_end}")
         return array, edges
 

@@ -6,10 +6,11 @@ Takes the values that the JSON holds -> gives `ShardEntry`s.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class ShardEntry(NamedTuple):  # a frozen dataclass takes several times as long to make
@@ -29,6 +30,7 @@ class ShardEntry(NamedTuple):  # a frozen dataclass takes several times as long 
 
 _TYPES = (str, int, str, str, *5 * (int,))
 _in_order = itemgetter(*ShardEntry._fields)
+_entry: Callable[[tuple[Any, ...]], ShardEntry] = partial(tuple.__new__, ShardEntry)  # `_make` is a call in Python
 
 
 def shard_entries(found: object) -> tuple[ShardEntry, ...] | None:
@@ -36,10 +38,10 @@ def shard_entries(found: object) -> tuple[ShardEntry, ...] | None:
     if not isinstance(found, list):
         return None
     try:
-        entries = tuple(ShardEntry._make(_in_order(shard)) for shard in found)
+        entries = tuple(map(_entry, map(_in_order, found)))
     except (TypeError, KeyError):
         return None
-    if any(len(shard) != len(_TYPES) for shard in found):
+    if not set(map(len, found)) <= {len(_TYPES)}:
         return None
     columns = zip(_TYPES, zip(*entries, strict=True), strict=False)  # no entries give no column
     return entries if all(set(map(type, column)) == {kind} for kind, column in columns) else None

@@ -11,7 +11,8 @@ import builtins
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedErro
 from pretrain.store.direct import FileWriter
 from pretrain.store.leftovers import remove_leftovers, temporary_name
 
+_LOOKERS, _MANY_FILES = 4, 1000  # threads that ask for sizes: a network file system answers several at once
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _HINTS = {
     errno.ENOSPC: "The disk is full. Free space or move the run",
@@ -161,8 +163,9 @@ class LocalStore:
         with _explained("list", folder):
             try:
                 with os.scandir(folder) as entries:
-                    files = (entry for entry in entries if not entry.is_dir())
-                    return {e.name: e.stat().st_size if e.name.endswith(suffix) else None for e in files}
+                    names = [entry.name for entry in entries if not entry.is_dir()]
+                looked_at = [name for name in names if name.endswith(suffix)]
+                return dict.fromkeys(names) | dict(zip(looked_at, _sizes_of(folder, looked_at), strict=True))
             except (FileNotFoundError, NotADirectoryError):
                 return {}
 
@@ -279,5 +282,23 @@ def _sync_folder(folder: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
             raise
+    finally:
+        os.close(descriptor)
+
+
+def _sizes_of(folder: str, names: Sequence[str]) -> list[int]:
+    """Bytes of files of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # names are looked up from here
+
+    def some(first: int) -> list[int]:
+        return [os.stat(name, dir_fd=descriptor).st_size for name in names[first : first + share]]
+
+    try:
+        share = -(-len(names) // _LOOKERS) if len(names) >= _MANY_FILES else max(len(names), 1)
+        starts = range(0, len(names), share)
+        if len(starts) < 2:
+            return some(0)
+        with ThreadPoolExecutor(len(starts)) as pool:
+            return [size for sizes in pool.map(some, starts) for size in sizes]
     finally:
         os.close(descriptor)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import StoreError, UserError
-from pretrain.store import Store, UnsupportedError, open_store
+from pretrain.store import ListsSizes, Store, UnsupportedError, open_store
 
 
 @pytest.fixture
@@ -215,6 +215,20 @@ def test_a_reader_sees_the_old_file_or_the_new_one_and_never_a_mixture(store: St
         stop.set()
         writer.join()
     assert {(len(content), len(set(content))) for content in seen} == {(200_000, 1)}
+
+
+@pytest.mark.parametrize("count", [0, 7, 4001])
+def test_sizes_of_few_and_many_files_are_those_of_the_disk(tmp_path: Path, count: int) -> None:
+    (tmp_path / "folder.tar").mkdir()
+    for number in range(count):
+        (tmp_path / f"{number}.tar").write_bytes(bytes(number % 97))
+        (tmp_path / f"{number}.idx").touch()
+    store = open_store(tmp_path)
+    assert isinstance(store, ListsSizes)
+    expected = {f"{number}.tar": number % 97 for number in range(count)}
+    assert store.sizes(suffix=".tar") == expected | {f"{number}.idx": None for number in range(count)}
+    assert store.sizes() == expected | {f"{number}.idx": 0 for number in range(count)}
+    assert store.sizes("none") == {}
 
 
 def test_the_import_is_light() -> None:
