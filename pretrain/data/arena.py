@@ -45,6 +45,7 @@ class TokenArena:
         self._slots: OrderedDict[int, int] = OrderedDict()
         self._ids = np.empty(num_slots * self._stride, dtype=f"<u{2 if reader.manifest.dtype == 'u2' else 4}")
         self._is_end = np.zeros(self._ids.size, dtype=np.bool_)
+        self._ends = [np.zeros(0, dtype=np.int64)] * num_slots  # where `is_end` is set, by slot
         self._real_tokens = np.zeros(num_slots, dtype=np.int64)
         self._windows: tuple[int, Ids, NDArray[np.bool_]] = (0, self._ids, self._is_end)
 
@@ -110,7 +111,8 @@ class TokenArena:
         slot = len(self._slots) if len(self._slots) < self._num_slots else self._slots.popitem(last=False)[1]
         start = slot * self._stride
         self._ids[start : start + self._stride] = content.ids
-        self._is_end[start : start + self._stride] = False
-        self._is_end[start + content.ends - 1] = True
+        self._is_end[self._ends[slot]] = False
+        self._ends[slot] = content.ends + (start - 1)
+        self._is_end[self._ends[slot]] = True
         self._real_tokens[slot] = content.real_tokens
         self._slots[block] = slot

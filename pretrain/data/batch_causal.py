@@ -7,8 +7,9 @@ takes to begin an operation, and that is then paid once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,10 +18,13 @@ from numpy.typing import NDArray
 from pretrain.data.arena import GatheredRows
 from pretrain.data.batch import BatchShape, checksums, digest_of, weights_of
 from pretrain.data.buffers import BufferPool
-from pretrain.data.objective import I64
+from pretrain.data.objective import I64, Ids
 from pretrain.sequence import IGNORED_LABEL, Batch, SeqInfo
 
-_TOKENS_PER_SLICE = 4096  # of a document, from which copying its positions is quicker
+_TOKENS_PER_SLICE = 1024  # of a document, from which copying its positions is quicker
+_TOKENS_AT_ONCE = 2**17  # 3 MB of ids, labels and positions; 2^14 (a core's own cache) took a sixth longer
+_Filled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]
+"""Ids, labels and positions [T] of one micro-batch, the bytes its labels spell, checksums of ids and labels."""
 
 
 class CausalBatches:
@@ -35,9 +39,11 @@ class CausalBatches:
         self._shape = shape
         self._byte_lengths = byte_lengths.astype(np.int32)
         self._num_tokens = shape.rows * shape.sequence_length
+        longest = int(self._byte_lengths.max(initial=0))
+        self._byte_table = self._byte_lengths.astype(np.uint8) if longest < 256 else self._byte_lengths
         self._pool = BufferPool()
-        self._spelt = np.empty(0, dtype=np.int32)
-        most_bytes = self._num_tokens * int(self._byte_lengths.max(initial=0))
+        self._spelt = np.empty(0, dtype=self._byte_table.dtype)
+        most_bytes = self._num_tokens * longest
         self._bytes_dtype = np.int32 if most_bytes < 2**31 else np.int64  # a third of the time where it is enough
 
     def make(self, rows: GatheredRows, names: Sequence[tuple[int, int]]) -> list[Batch]:
@@ -57,60 +63,78 @@ class CausalBatches:
         ]
 
     def _make_full(self, rows: GatheredRows, names: Sequence[tuple[int, int]]) -> list[Batch]:
-        """All micro-batches at once; every row is full, so that none has padding."""
-        length, num, num_tokens = self._shape.sequence_length, len(names), self._num_tokens
-        decoder_ids, labels, positions = self._pool.take(3 * num * num_tokens).reshape(3, num, num_tokens)
-        decoder_ids.reshape(-1, length)[:] = rows.ids[:, :length]
-        labels.reshape(-1, length)[:] = rows.ids[:, 1:]
-        is_end = rows.is_end.ravel()
+        """Micro-batches without padding: their layouts all at once, their tokens a few megabytes at a time."""
+        num, num_tokens, m = len(names), self._num_tokens, self._shape.rows
+        is_end, borders = rows.is_end.ravel(), self._num_tokens * np.arange(num + 1)
         ends = np.flatnonzero(is_end)
-        target_bytes = self._spelt_bytes(labels, ends)
-        labels.reshape(-1)[ends] = IGNORED_LABEL
-        borders = num_tokens * np.arange(num + 1)
-        num_targets = (num_tokens - np.diff(np.searchsorted(ends, borders))).tolist()
         edges = _edges(is_end, rows.num_real, num * num_tokens)
         lengths = edges[1:] - edges[:-1]
-        _write_positions(positions.reshape(-1), edges, lengths)
-        firsts = np.searchsorted(edges, borders)  # every micro-batch ends a document
-        cu_seqlens = _local_edges(edges, firsts, num_tokens)
-        of_ids, of_lengths, of_labels = (
-            checksums(decoder_ids),
-            _checksums_of_lengths(lengths, firsts),
-            checksums(labels),
+        firsts = np.searchsorted(edges, borders)
+        if int(lengths.min()) < 1 or not np.array_equal(edges[firsts], borders):  # see `SeqInfo.of_checked`
+            raise ValueError(f"document edges {edges[:8]} do not meet the ends of micro-batches")
+        of_lengths = _checksums_of_lengths(lengths, firsts)
+        all_lengths, starts, cuts = lengths.tolist(), firsts.tolist(), np.searchsorted(ends, borders).tolist()
+        cu_seqlens = torch.from_numpy(_local_edges(edges, firsts, num_tokens)).split(
+            [stop - start + 1 for start, stop in pairwise(starts)]
         )
-        all_lengths, starts = lengths.tolist(), firsts.tolist()
-        batches = []
-        for n, (index, key) in enumerate(names):
-            first, last = starts[n], starts[n + 1]
-            digest = _digest(index, num_tokens, of_ids[n], last - first, of_lengths[n], of_labels[n])
-            info = SeqInfo(
-                lengths=tuple(all_lengths[first:last]),
-                cu_seqlens=torch.from_numpy(cu_seqlens[first + n : last + n + 1]),
-                positions=torch.from_numpy(positions[n]),
+        batches: list[Batch] = []
+        at_once = max(1, _TOKENS_AT_ONCE // num_tokens)
+        for low in range(0, num, at_once):
+            high = min(low + at_once, num)
+            inside = slice(starts[low], starts[high])
+            filled = self._fill(
+                rows.ids[low * m : high * m],
+                ends[cuts[low] : cuts[high]] - low * num_tokens,
+                edges[inside] - low * num_tokens,
+                lengths[inside],
             )
-            ids, targets = torch.from_numpy(decoder_ids[n]), torch.from_numpy(labels[n])
-            batches.append(Batch(index, ids, info, targets, None, None, key, num_targets[n], target_bytes[n], digest))
+            for n, (ids, labels, positions, target_bytes, of_ids, of_labels) in enumerate(filled, start=low):
+                (index, key), first, last = names[n], starts[n], starts[n + 1]
+                digest = _digest(index, num_tokens, of_ids, last - first, of_lengths[n], of_labels)
+                info = SeqInfo.of_checked(tuple(all_lengths[first:last]), cu_seqlens[n], positions)
+                targets = num_tokens - cuts[n + 1] + cuts[n]
+                batches.append(Batch(index, ids, info, labels, None, None, key, targets, target_bytes, digest))
         return batches
+
+    def _fill(self, rows: Ids, ends: I64, begins: I64, lengths: I64) -> Iterator[_Filled]:
+        """The tokens of some micro-batches.
+
+        Args:
+            rows: [n*m, S + 1] ids with the one behind each row.
+            ends: of documents that end in them, the last token of each.
+            begins, lengths: of the documents, cut at the ends of rows.
+        """
+        length, num = self._shape.sequence_length, rows.shape[0] // self._shape.rows
+        memory = self._pool.take(3 * num * self._num_tokens).reshape(3, num, self._num_tokens)
+        ids, labels, positions = memory
+        ids.reshape(-1, length)[:] = rows[:, :length]
+        labels.reshape(-1, length)[:] = rows[:, 1:]
+        target_bytes = self._spelt_bytes(labels, ends)
+        labels.reshape(-1)[ends] = IGNORED_LABEL
+        _write_positions(positions.reshape(-1), begins, lengths, length)
+        tensors = [one.unbind(0) for one in torch.from_numpy(memory).unbind(0)]
+        return zip(*tensors, target_bytes, checksums(ids), checksums(labels), strict=True)
 
     def _spelt_bytes(self, labels: I64, ends: I64) -> list[int]:
         """Bytes that the labels of each micro-batch [n, T] spell, those at `ends` left out."""
         if self._spelt.size != labels.size:
-            self._spelt = np.empty(labels.size, dtype=np.int32)
+            self._spelt = np.empty(labels.size, dtype=self._byte_table.dtype)
         # Ids are checked when a block is read; "raise" would check them again.
-        self._byte_lengths.take(labels.reshape(-1), out=self._spelt, mode="clip")
+        self._byte_table.take(labels.reshape(-1), out=self._spelt, mode="clip")
         self._spelt[ends] = 0
         return [int(value) for value in self._spelt.reshape(labels.shape).sum(axis=1, dtype=self._bytes_dtype)]
 
 
-def _write_positions(out: I64, edges: I64, lengths: I64) -> None:
-    """Place of each token in its document."""
-    if lengths.size * _TOKENS_PER_SLICE > out.size:
-        np.subtract(_counting(out.size), np.repeat(edges[:-1], lengths), out=out)
+def _write_positions(out: I64, begins: I64, lengths: I64, row: int) -> None:
+    """Place of each token in its document, of documents that rows of `row` tokens cut."""
+    inner = np.flatnonzero(begins % row)
+    if inner.size * _TOKENS_PER_SLICE > out.size:
+        np.subtract(_counting(out.size), np.repeat(begins, lengths), out=out)
         return
-    counting, begin = _counting(int(lengths.max())), 0  # few long documents: copying is quicker than computing
-    for length in lengths.tolist():
+    counting = _counting(row)
+    out.reshape(-1, row)[:] = counting  # few begin within a row: copying is quicker than computing
+    for begin, length in zip(begins[inner].tolist(), lengths[inner].tolist(), strict=True):
         out[begin : begin + length] = counting[:length]
-        begin += length
 
 
 def _local_edges(edges: I64, firsts: I64, num_tokens: int) -> NDArray[np.int32]:
@@ -148,8 +172,8 @@ def _make_padded(
     target_bytes = int(spelt.sum(dtype=np.int64)) - int(spelt[ends].sum(dtype=np.int64))
     labels[ends] = IGNORED_LABEL
     edges = _edges(is_end, rows.num_real, num_tokens)
-    lengths, positions = edges[1:] - edges[:-1], np.empty(num_tokens, dtype=np.int64)
-    _write_positions(positions, edges, lengths)
+    lengths = edges[1:] - edges[:-1]
+    positions = _counting(num_tokens) - np.repeat(edges[:-1], lengths)
     of_ids, of_lengths, of_labels = (checksums(array[None])[0] for array in (decoder_ids, lengths, labels))
     return Batch(
         index=index,

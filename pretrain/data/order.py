@@ -176,8 +176,19 @@ class RowOrder:
             key = mix_keys(np.full(b.size, keys.leftover), epoch[b])
             block, row[b] = np.divmod(permute(dealt, (blocks - full_groups * group_blocks) * rows, key), rows)
             slot[b] = full_groups * group_blocks + block
-        block = permute(slot, blocks, mix_keys(np.full(index.size, keys.blocks), epoch))
-        return np.stack([epoch, block, row], axis=1)
+        return np.stack([epoch, _permuted_blocks(slot, epoch, blocks, keys.blocks), row], axis=1)
+
+
+def _permuted_blocks(slot: I64, epoch: I64, blocks: int, key: np.uint64) -> I64:
+    """The block at each `slot` of its epoch's permutation. Rows that follow each other share theirs: then each slot
+    between the lowest and the highest is permuted once."""
+    if slot.size and int(epoch.min()) == int(epoch.max()):
+        low, high = int(slot.min()), int(slot.max()) + 1
+        if high - low < slot.size:
+            between = np.arange(low, high)
+            keys = mix_keys(np.full(between.size, key), np.full(between.size, epoch[0]))
+            return permute(between, blocks, keys)[slot - low]
+    return permute(slot, blocks, mix_keys(np.full(slot.size, key), epoch))
 
 
 def mixing_quotas(sources: Sequence[SourceShape]) -> tuple[int, ...]:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import pretrain.data.rows as rows_module
+from pretrain.data import batch_causal
 from pretrain.data.arena import TokenArena
 from pretrain.data.blocks import BlockReader
 from pretrain.data.format import read_manifest
-from pretrain.data.loader import Loader, open_loader
+from pretrain.data.loader import Loader, StepData, open_loader
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.data_read.corpus import (
@@ -38,27 +39,31 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def assert_equal(fast: StepData, slow: StepData) -> None:
+    """Compares every field of every batch."""
+    assert (fast.digest, fast.target_tokens) == (slow.digest, slow.target_tokens)
+    assert (fast.masked_rows, fast.corrupt) == (slow.masked_rows, slow.corrupt)
+    for a, b in zip(fast.batches, slow.batches, strict=True):
+        assert a.decoder_ids.equal(b.decoder_ids)
+        assert a.labels.equal(b.labels)
+        assert a.decoder_info.lengths == b.decoder_info.lengths
+        assert a.decoder_info.padding == b.decoder_info.padding
+        assert a.decoder_info.cu_seqlens.equal(b.decoder_info.cu_seqlens)
+        assert a.decoder_info.positions.equal(b.decoder_info.positions)
+        assert (a.index, a.dropout_key, a.target_tokens, a.target_bytes, a.digest) == (
+            (b.index, b.dropout_key, b.target_tokens, b.target_bytes, b.digest)
+        )
+
+
 def both_ways(loader: Loader, steps: int) -> None:
-    """Compares every field of every batch of `steps` steps."""
+    """Compares `steps` steps, read one by one."""
     arenas, state = loader._arenas, loader.initial_state()
     assert arenas
     for step in range(steps):
         loader._arenas = arenas
         fast = loader._read(step, state)
         loader._arenas = []
-        slow = loader._read(step, state)
-        assert (fast.digest, fast.target_tokens) == (slow.digest, slow.target_tokens)
-        assert (fast.masked_rows, fast.corrupt) == (slow.masked_rows, slow.corrupt)
-        for a, b in zip(fast.batches, slow.batches, strict=True):
-            assert a.decoder_ids.equal(b.decoder_ids)
-            assert a.labels.equal(b.labels)
-            assert a.decoder_info.lengths == b.decoder_info.lengths
-            assert a.decoder_info.padding == b.decoder_info.padding
-            assert a.decoder_info.cu_seqlens.equal(b.decoder_info.cu_seqlens)
-            assert a.decoder_info.positions.equal(b.decoder_info.positions)
-            assert (a.index, a.dropout_key, a.target_tokens, a.target_bytes, a.digest) == (
-                (b.index, b.dropout_key, b.target_tokens, b.target_bytes, b.digest)
-            )
+        assert_equal(fast, loader._read(step, state))
         state = loader.next_state(loader.quarantine(state, fast.corrupt))
 
 
@@ -76,6 +81,28 @@ def test_gathered_batches_equal_those_made_row_by_row(root: Path, names: tuple[s
     config = run_config(root / "tokenizer.json", {name: (root / name, 1 + len(name)) for name in names}, **changes)
     with open_loader(config, BYTE_LENGTHS, World()) as loader:  # more than an epoch of b: its padded last rows come by
         both_ways(loader, 14)
+
+
+@pytest.mark.parametrize(("tokens_per_slice", "tokens_at_once"), [(1, 2**17), (10**9, 1), (64, 150)])
+def test_steps_made_together_equal_those_made_row_by_row(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_per_slice: int, tokens_at_once: int
+) -> None:
+    """Positions copied and computed, all micro-batches at once, some, and one by one."""
+    monkeypatch.setattr(batch_causal, "_TOKENS_PER_SLICE", tokens_per_slice)
+    monkeypatch.setattr(batch_causal, "_TOKENS_AT_ONCE", tokens_at_once)
+    lengths = [130, 7, 55, 200, 1, 23, 96] * 16  # 8,192 tokens: no block is padded
+    documents = [[5 + place % 20 for place in range(length - 1)] + [EOS] for length in lengths]
+    write_tokens(tmp_path / "full", documents, root / "tokenizer.json")
+    config = run_config(root / "tokenizer.json", {"full": tmp_path / "full"}, batch__sequence_length=32)
+    with open_loader(config, BYTE_LENGTHS, World()) as loader:
+        states = [loader.initial_state()]
+        while len(states) < 7:
+            states.append(loader.next_state(states[-1]))
+        together = loader._read_steps(list(enumerate(states)))
+        assert all(batch.row_tokens is None for step in together for batch in step.batches), "all rows are full"
+        loader._arenas = []
+        for step, (fast, state) in enumerate(zip(together, states, strict=True)):
+            assert_equal(fast, loader._read(step, state))
 
 
 def test_gathered_batches_of_damaged_blocks_equal_those_made_row_by_row(
