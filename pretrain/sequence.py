@@ -46,7 +46,7 @@ class SeqInfo:
     @classmethod
     def of_checked(cls, lengths: tuple[int, ...], cu_seqlens: torch.Tensor, positions: torch.Tensor) -> SeqInfo:
         """Without padding, prefixes and the checks, for a caller that has made them for many layouts at once: one by
-        one they take half as long as packing the tokens."""
+        one they take a tenth of the time of packing."""
         made, put = object.__new__(cls), object.__setattr__
         put(made, "lengths", lengths)
         put(made, "cu_seqlens", cu_seqlens)

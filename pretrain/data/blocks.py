@@ -220,7 +220,7 @@ class BlockReader:
     def _check_sizes(self) -> None:
         shards, row_bytes = self.manifest.shards, 8 * (2 + 3 * len(self.manifest.members))
         found = self._sizes()
-        # Where there are very many, maps take a third of the time of loops.
+        # Where there are very many, maps are quicker than loops.
         names, sizes = list(map(_name, shards)), list(map(_bytes, shards))
         problems = [] if list(map(found.get, names)) == sizes else _odd_ones(found, names, sizes, absent=None)
         if len(shards) > _EAGER_SHARDS:  # their indexes are not read yet

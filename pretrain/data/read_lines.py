@@ -54,7 +54,7 @@ def read_jsonl(file: InputFile, maker: DocumentMaker) -> Iterator[Document]:
 
 
 def _plain_record(data: bytes, spec: SourceSpec) -> dict[str, Any] | None:
-    """The record of a line by a parser that takes a fourth of the time; None where Python's could read it otherwise
+    """The record of a line by a quicker parser; None where Python's could read it otherwise
     (lone surrogates, NaN, large numbers) or has to say what is wrong."""
     try:
         record = orjson.loads(data)

@@ -146,7 +146,7 @@ class DataState:
                     f"data.skips=[{skip.first_row}, {skip.end_row}) begins inside the step of rows "
                     f"[{self.next_row}, {after}). A skip begins where a step does. Move its beginning."
                 )
-        past = _past_skips(after, self.skips)  # `replace` takes three times as long, twice a step
+        past = _past_skips(after, self.skips)  # `replace` is slower, and this is asked twice a step
         return DataState(past, self.seed, self.segments, self.skips, self.quarantine, self.raw)
 
     def with_skip(self, first_row: int, end_row: int) -> DataState:

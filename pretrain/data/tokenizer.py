@@ -141,7 +141,7 @@ class Tokenizer:
             ids = encoding.ids  # a new list each time
             ids += behind
             lengths[number] = len(ids)
-            flat.fromlist(ids)  # a third of np.fromiter's time
+            flat.fromlist(ids)  # in less than half of np.fromiter's time
         return np.array(flat, dtype=np.uint32), lengths
 
     def bare_encoder(self) -> Callable[..., Any]:
