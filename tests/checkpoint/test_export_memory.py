@@ -1,15 +1,18 @@
-"""Memory beside the state: an export holds one weight at a time, a save one copy, a restore a few pieces."""
+"""Memory beside the state: an export holds one weight at a time, a save one copy, a restore a few pieces.
+
+Peaks are VmHWM: ru_maxrss also holds the memory of the process that started a program, from before its exec.
+"""
 
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+from benchmarks.machine import memory_kib
 from pretrain.checkpoint import open_weights, restore, save
 from pretrain.config.schema import DecoderConfig, LossConfig
 from pretrain.model.hf.directory import export_model
@@ -39,23 +42,23 @@ def export(folder: str) -> None:
     store = open_store(Path(folder) / "checkpoints")
     (name,) = store.names()
     warm = torch.ones(2**20)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = memory_kib("VmHWM")
     with open_weights(store, name, "test") as weights:
         options = ExportOptions(64, torch.bfloat16)
         export_model(weights, MODEL, Path(folder) / "out", options, shapes=weights.shapes, shard_bytes=2**24)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    after = memory_kib("VmHWM")
     print(json.dumps((after - before) / 1024 * warm[0].item()))
 
 
 def save_and_restore(folder: str) -> None:
     """Saves twice and restores once in this process; prints by how many MB its memory has grown at most after each."""
     store, source, other = open_store(folder), Plain(1, shapes=STATE), Plain(2, shapes=STATE)
-    before, grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    before, grown = memory_kib("VmHWM"), []
     for step in (1, 2):
         save(store, source, step=step, attempt=1, training_state={}, world=World(), guard=lambda: None).wait()
-        grown.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        grown.append(memory_kib("VmHWM") - before)
     assert restore(store, other, World()) is not None
-    grown.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    grown.append(memory_kib("VmHWM") - before)
     print(json.dumps([size / 1024 for size in grown]))
 
 
