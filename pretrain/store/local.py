@@ -22,7 +22,7 @@ from pretrain.store.base import TEMPORARY, NotFoundError, Store, UnsupportedErro
 from pretrain.store.direct import FileWriter
 from pretrain.store.leftovers import remove_leftovers, temporary_name
 
-_LOOKERS, _MANY_FILES = 4, 1000  # threads that ask for sizes: a network file system answers several at once
+_LOOKERS, _MANY_FILES = 2, 1000  # threads that ask for sizes: a network file system answers several at once
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _HINTS = {
     errno.ENOSPC: "The disk is full. Free space or move the run",
