@@ -101,7 +101,7 @@ def test_provisioning_stands_beside_what_ray_generates() -> None:
     assert (chooser["type"], chooser["query"]) == ("datasource", source["datasources"][0]["type"])
     scraped = yaml.safe_load(
         templates.PROMETHEUS_YML_TEMPLATE.format(
-            prom_metrics_service_discovery_file_path="/tmp/ray/prom_metrics_service_discovery.json"
+            prom_metrics_service_discovery_file_path="prom_metrics_service_discovery.json"
         )
     )["scrape_configs"][0]
     config = yaml.safe_load((FILES / "prometheus-with-ray.yaml").read_text())
