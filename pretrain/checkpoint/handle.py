@@ -71,12 +71,7 @@ class SaveHandle:
 
         A large save is slow, a stuck one is silent.
         """
-        seen = self.progress
-        while not self.done:
-            time.sleep(_POLL_S)
-            if self.progress != seen:
-                seen = self.progress
-                beat()
+        watch_progress(lambda: self.done, lambda: self.progress, beat)
 
     def cancel(self) -> None:
         """Stops waiting for other ranks; `wait` then raises unless it was published already."""
@@ -106,3 +101,13 @@ class SaveHandle:
             self._error = error
         except Exception as error:  # a thread's traceback would be lost
             self._error = StoreError(f"saving {self.name} failed: {error!r}. This is not foreseen; please report it.")
+
+
+def watch_progress(is_done: Callable[[], bool], progress: Callable[[], int], beat: Callable[[], None]) -> None:
+    """Waits until a thread's work is done, and calls `beat` whenever its progress has changed."""
+    seen = progress()
+    while not is_done():
+        time.sleep(_POLL_S)
+        if progress() != seen:
+            seen = progress()
+            beat()

@@ -7,15 +7,13 @@ cannot be deleted stays and costs a warning; a fenced attempt deletes nothing mo
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from pretrain.checkpoint import Retention, prune
+from pretrain.checkpoint.handle import watch_progress
 from pretrain.errors import FencedError, PretrainError
 from pretrain.log import Log
 from pretrain.store import Store
-
-_POLL_S = 0.01
 
 
 class Pruner:
@@ -46,13 +44,9 @@ class Pruner:
         Raises:
             FencedError: a newer attempt has the run.
         """
-        looks = self._looks
-        while self._thread is not None and self._thread.is_alive():
-            time.sleep(_POLL_S)
-            if self._looks != looks:
-                looks = self._looks
-                beat()
-        self._thread = None
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            watch_progress(lambda: not thread.is_alive(), lambda: self._looks, beat)
         if self._fenced is not None:
             raise self._fenced
 
