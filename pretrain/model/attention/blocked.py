@@ -6,7 +6,7 @@ of keys are summed in place, so that memory grows with T and never with T^2. Sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from pretrain.model.attention.pieces import AddedScores, reach_of
 from pretrain.model.attention.rules import AttentionRules
 from pretrain.sequence import SeqInfo
 
-Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
+Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class BlockKernel(NamedTuple):
@@ -27,12 +27,12 @@ class BlockKernel(NamedTuple):
 
     Attributes:
         forward: (q, k, v, added, block, rules) -> [H, rows, K].
-        backward: (q, k, v, added, gradient of the result, block, rules) -> those of q, k, v, and of what was added
-            where there is a bias.
+        backward: (q, k, v, added, gradient of the result, those of q, k and v, block, rules): adds to the three, the
+            first in the dtype of q and the others in fp32 at least; gives that of what was added where there is a bias.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Block, AttentionRules], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor, Block, AttentionRules], Gradients]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor, Gradients, Block, AttentionRules], Tensor | None]
 
 
 def attend_blocks(
@@ -53,7 +53,7 @@ def attend_blocks(
 
 
 class _Blocked(torch.autograd.Function):
-    """Views are taken of tensors with heads first, once: short documents wait for each call of torch."""
+    """Short documents wait for each call of torch, so views are taken all at once and products are added in place."""
 
     @staticmethod
     def forward(
@@ -71,11 +71,9 @@ class _Blocked(torch.autograd.Function):
         ctx.kernel, ctx.blocks, ctx.rules, ctx.reach = kernel, blocks, rules, reach
         out_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
         added = AddedScores(blocks, rules, reach, tensors, q_THK.device, _wide(q_THK))
-        q_HTK, k_GTK, v_GTK, out_HTK = (x.transpose(0, 1) for x in (q_THK, k_TGK, v_TGK, out_THK))
-        for block in blocks:
-            queries, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
-            q, k, v = q_HTK[:, queries], k_GTK[:, keys], v_GTK[:, keys]
-            out_HTK[:, queries] = kernel.forward(q, k, v, added.of(block), block, rules)
+        q_sides, k_sides = _views(blocks, (q_THK, out_THK), (k_TGK, v_TGK))
+        for block, (q, out), (k, v) in zip(blocks, q_sides, k_sides, strict=True):
+            out.copy_(kernel.forward(q, k, v, added.of(block), block, rules))
         return out_THK
 
     @staticmethod
@@ -85,19 +83,30 @@ class _Blocked(torch.autograd.Function):
         dq_THK = torch.zeros(q_THK.shape, dtype=q_THK.dtype, device=q_THK.device)
         dk_TGK, dv_TGK = (torch.zeros(k_TGK.shape, dtype=dtype, device=q_THK.device) for _ in range(2))
         added = AddedScores(ctx.blocks, ctx.rules, ctx.reach, tensors, q_THK.device, dtype)
-        q_HTK, k_GTK, v_GTK, grad_HTK = (x.transpose(0, 1) for x in (q_THK, k_TGK, v_TGK, grad_THK))
-        dq_HTK, dk_GTK, dv_GTK = (x.transpose(0, 1) for x in (dq_THK, dk_TGK, dv_TGK))
-        for block in ctx.blocks:
-            queries, keys = slice(block.q_start, block.q_stop), slice(block.k_start, block.k_stop)
-            q, k, v, grad = q_HTK[:, queries], k_GTK[:, keys], v_GTK[:, keys], grad_HTK[:, queries]
-            dq, dk, dv, d_added = ctx.kernel.backward(q, k, v, added.of(block), grad, block, ctx.rules)
-            dq_HTK[:, queries] = dq
-            dk_GTK[:, keys].add_(dk)
-            dv_GTK[:, keys].add_(dv)
+        q_sides, k_sides = _views(ctx.blocks, (q_THK, grad_THK, dq_THK), (k_TGK, v_TGK, dk_TGK, dv_TGK))
+        for block, (q, grad, dq), (k, v, dk, dv) in zip(ctx.blocks, q_sides, k_sides, strict=True):
+            d_added = ctx.kernel.backward(q, k, v, added.of(block), grad, (dq, dk, dv), block, ctx.rules)
             if d_added is not None:
                 added.add_gradient(block, d_added)
         of_tensors = added.gradients(tensors, ctx.needs_input_grad[7:])
         return dq_THK, dk_TGK.to(k_TGK.dtype), dv_TGK.to(v_TGK.dtype), None, None, None, None, *of_tensors
+
+
+def _views(
+    blocks: Sequence[Block], q_sides: Sequence[Tensor], k_sides: Sequence[Tensor]
+) -> tuple[Iterator[tuple[Tensor, ...]], Iterator[tuple[Tensor, ...]]]:
+    """The rows of each block, heads first, [H, rows, K] of the one and [G, keys, K] of the other side's tensors."""
+    rows, keys = [(x.q_start, x.q_stop) for x in blocks], [(x.k_start, x.k_stop) for x in blocks]
+    return zip(*(_cut(x, rows) for x in q_sides), strict=True), zip(*(_cut(x, keys) for x in k_sides), strict=True)
+
+
+def _cut(x_THK: Tensor, spans: Sequence[tuple[int, int]]) -> Sequence[Tensor]:
+    """Views of spans with heads first: one call where they lie end to end, as whole documents do."""
+    x_HTK = x_THK.transpose(0, 1)
+    ends = [0, *(stop for _, stop in spans)]
+    if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
+        return [x_HTK[:, start:stop] for start, stop in spans]
+    return x_HTK.split([*(stop - start for start, stop in spans), len(x_THK) - ends[-1]], dim=1)[:-1]
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -38,13 +38,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, block: Block,
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, grad: Tensor, block: Block, rules: AttentionRules
-) -> Gradients:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    grad: Tensor,
+    into: Gradients,
+    block: Block,
+    rules: AttentionRules,
+) -> Tensor | None:
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k, v, grad = (x.to(dtype) for x in (q, k, v, grad))
     weights, slope = _weights(q, k, added, block, rules)
     dropped = _dropped(block, rules, q.shape[0], weights)
-    return _block_backward(q, k, v, grad, weights, slope, dropped, rules)
+    return _block_backward(q, k, v, grad, into, weights, slope, dropped, rules)
 
 
 def _dropped(block: Block, rules: AttentionRules, heads: int, like: Tensor) -> Tensor | None:
@@ -61,14 +68,18 @@ def _weights(
     """Softmax weights [G, H/G, rows, keys] and, with a cap, the cap's derivative of the same shape."""
     groups = k.shape[0]
     grouped = (groups, q.shape[0] // groups, block.rows, block.keys)
-    scores = torch.bmm(_by_group(q, groups), k.transpose(1, 2)).mul_(rules.scale).view(grouped)
+    rows, columns = _by_group(q, groups), k.transpose(1, 2)
     slope = None
-    if rules.softcap is not None:
-        scores = scores.div_(rules.softcap).tanh_()
-        slope = 1 - scores.square()
-        scores.mul_(rules.softcap)
-    if added is not None:
-        scores += added.unflatten(0, grouped[:2] if added.shape[0] > 1 else (1, 1))
+    if added is not None and rules.softcap is None and groups == q.shape[0]:
+        scores = torch.baddbmm(added, rows, columns, alpha=rules.scale).view(grouped)
+    else:
+        scores = torch.bmm(rows, columns).mul_(rules.scale).view(grouped)
+        if rules.softcap is not None:
+            scores = scores.div_(rules.softcap).tanh_()
+            slope = 1 - scores.square()
+            scores.mul_(rules.softcap)
+        if added is not None:
+            scores += added.unflatten(0, grouped[:2] if added.shape[0] > 1 else (1, 1))
     weights = torch.softmax(scores, dim=-1)
     if added is not None and block.has_blind_rows(rules.causal, rules.window):
         weights.masked_fill_(added[0].isneginf().all(dim=-1, keepdim=True), 0.0)
@@ -80,27 +91,37 @@ def _block_backward(
     k: Tensor,
     v: Tensor,
     grad: Tensor,
+    into: Gradients,
     weights: Tensor,
     slope: Tensor | None,
     dropped: Tensor | None,
     rules: AttentionRules,
-) -> Gradients:
-    """Gradients of q [H, rows, K], of k and v [G, keys, K], and of a bias [H, rows, keys]."""
+) -> Tensor | None:
+    """Adds the gradients of q [H, rows, K], of k and v [G, keys, K]; gives that of a bias [H, rows, keys]."""
     groups = k.shape[0]
     flat = weights.flatten(1, 2)
     grad_rows = _by_group(grad, groups)
     d_weights = torch.bmm(grad_rows, v.transpose(1, 2))
-    if dropped is None:
-        dv = torch.bmm(flat.transpose(1, 2), grad_rows)
-    else:
+    seen = flat
+    if dropped is not None:
         dropped = dropped.view(flat.shape)
-        dv = torch.bmm((flat * dropped).transpose(1, 2), grad_rows)
+        seen = flat * dropped
         d_weights *= dropped
     d_scores = torch.ops.aten._softmax_backward_data(d_weights, flat, -1, flat.dtype)
     d_product = d_scores if slope is None else d_scores * slope.flatten(1, 2)
-    dq = torch.bmm(d_product, k).mul_(rules.scale).view(q.shape)
-    dk = torch.bmm(d_product.transpose(1, 2), _by_group(q, groups)).mul_(rules.scale)
-    return dq, dk, dv, None if rules.bias is None else d_scores.view(q.shape[0], -1, k.shape[1])
+    dq, dk, dv = into
+    _add_product(dq, d_product, k, rules.scale)
+    _add_product(dk, d_product.transpose(1, 2), _by_group(q, groups), rules.scale)
+    _add_product(dv, seen.transpose(1, 2), grad_rows, 1.0)
+    return None if rules.bias is None else d_scores.view(q.shape[0], -1, k.shape[1])
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor, factor: float) -> None:
+    """Adds left @ right * factor, in one call unless heads share keys or the sum has fewer bits than the product."""
+    if into.dtype == left.dtype and len(into) == len(left):
+        into.baddbmm_(left, right, alpha=factor)
+    else:
+        into.add_(torch.bmm(left, right).mul_(factor).view(into.shape))
 
 
 def _by_group(x_HSK: Tensor, groups: int) -> Tensor:

@@ -40,12 +40,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, block: Block,
 
 
 def _gradients(
-    q: Tensor, k: Tensor, v: Tensor, added: Tensor | None, grad: Tensor, block: Block, rules: AttentionRules
-) -> Gradients:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    added: Tensor | None,
+    grad: Tensor,
+    into: Gradients,
+    block: Block,
+    rules: AttentionRules,
+) -> Tensor | None:
     del block
     biases = () if added is None or rules.bias is None else (added,)
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *biases)]
     with torch.enable_grad():
         out = attend_block(leaves[0], leaves[1], leaves[2], leaves[3] if biases else added, rules)
-    dq, dk, dv, *d_added = torch.autograd.grad(out, leaves, grad)
-    return dq, dk, dv, d_added[0] if d_added else None
+    *found, d_added = (*torch.autograd.grad(out, leaves, grad), None)[:4]
+    for place, gradient in zip(into, found, strict=True):
+        place.add_(gradient)
+    return d_added
