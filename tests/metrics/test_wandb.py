@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks.machine import memory_kib
 from pretrain.log import Log
 from pretrain.metrics import JsonlSink, open_sinks
 from pretrain.metrics.queued import QUEUE_RECORDS, flatten
@@ -18,7 +20,7 @@ from pretrain.metrics.wandb_sink import WandbSink
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.metrics.home import Home, run_config
-from tests.metrics.wandb_files import offline_files, read_artifacts, read_history
+from tests.metrics.wandb_files import offline_files, read_artifacts, read_history, read_system
 
 
 def test_two_attempts_make_one_wandb_run_whose_x_axis_is_the_step_and_no_point_is_dropped(
@@ -62,6 +64,26 @@ def test_points_that_a_sigkill_took_from_wandb_are_sent_by_the_next_attempt(tmp_
         *((step - 1, step, 1) for step in range(1, 6)),
         (5, 5, 2),
     ]
+
+
+def test_the_machine_is_measured_beside_the_run_by_wandb_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_X_STATS_SAMPLING_INTERVAL", "0.5")  # 15 s by default
+    sink = WandbSink(run_config("offline"), Home(tmp_path), 1)
+    sink.write({"step": 1, "loss": 1.0})
+    deadline = time.monotonic() + 60
+    while not offline_files(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(2.0)
+    sink.close()
+    (file,) = offline_files(tmp_path)
+    assert [row["loss"] for row in read_history(file)[1]] == [1.0]
+    samples = read_system(file)
+    assert len(samples) >= 2
+    disk = shutil.disk_usage("/")
+    assert samples[-1]["proc.memory.rssMB"] == pytest.approx(memory_kib("VmRSS") / 1024, rel=0.2)
+    assert samples[-1]["disk./.usageGB"] == pytest.approx(disk.used / 2**30, rel=0.2)
 
 
 def _home_with_files(root: Path) -> Home:

@@ -52,6 +52,12 @@ def read_history(path: Path) -> tuple[str, list[dict[str, Any]], dict[str, str]]
     return run_id, rows, axes
 
 
+def read_system(path: Path) -> list[dict[str, Any]]:
+    """Samples of the machine that wandb's own service took, oldest first."""
+    records = (record for record in _records(path) if record.WhichOneof("record_type") == "stats")
+    return [{item.key: json.loads(item.value_json) for item in record.stats.item} for record in records]
+
+
 def read_artifacts(path: Path) -> list[tuple[str, str, dict[str, Any], list[str], dict[str, Path]]]:
     """(name, type, metadata, aliases, files) of each artifact record; the files are checked against their digests."""
     found = []
