@@ -130,7 +130,8 @@ def _on_hosts(fleet: Fleet, launcher: Any) -> dict[str, Any]:
 def _common(fleet: Fleet, *, head_options: str) -> dict[str, Any]:
     """Set-up and start of nodes; the token is a file of mode 0600 that the launcher copies to every node."""
     exports = " && ".join([*fleet.nodes.setup, *fleet.exports(), "export RAY_AUTH_MODE=token"])
-    start = f"{exports} && ulimit -n 65536 && ray start --disable-usage-stats"
+    files = '{ ulimit -n 65536 2>/dev/null || ulimit -n "$(ulimit -Hn)"; }'  # as many as the host allows, if fewer
+    start = f"{exports} && {files} && ray start --disable-usage-stats"
     config = base64.b64encode(fleet.config_text().encode()).decode()
     common: dict[str, Any] = {
         "file_mounts": {TOKEN_FILE: TOKEN_FILE},
