@@ -35,7 +35,7 @@ ray=$!
 until (exec 3<> "/dev/tcp/$head_ip/8266") 2> /dev/null; do kill -0 "$ray" || exit 3; sleep 1; done
 @ENTRY@ &
 run=$!
-trap 'kill -TERM "$run"' TERM USR1
+trap 'kill -TERM "$run" 2> /dev/null' TERM USR1
 while wait "$run"; code=$?; kill -0 "$run" 2> /dev/null; do :; done
 kill "$ray"
 [ "$code" -eq 4 ] && exit 0 # stopped on request: nothing to recover from

@@ -46,8 +46,8 @@ answers() { (exec 3<> "/dev/tcp/$head_ip/$1") 2> /dev/null; }
 
 # USR1: time is nearly up, or the nodes are wanted. TERM: the job is cancelled, requeued or preempted.
 run='' asked=''
-trap 'asked=USR1; say "USR1: saving, then back into the queue"; [ -z "$run" ] || kill -TERM "$run"' USR1
-trap 'asked=${asked:-TERM}; say "TERM: saving"; [ -z "$run" ] || kill -TERM "$run"' TERM
+trap 'asked=USR1; say "USR1: saving, then back into the queue"; [ -z "$run" ] || kill -TERM "$run" 2> /dev/null' USR1
+trap 'asked=${asked:-TERM}; say "TERM: saving"; [ -z "$run" ] || kill -TERM "$run" 2> /dev/null' TERM
 
 say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes ${nodes[*]}, head $head_ip"
 TMPDIR=$work start "${nodes[0]}" 0 --head --port="$base" --temp-dir="$work/ray" --dashboard-host="$head_ip" \
