@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pretrain.rundir import RunDirectory
 from tests.launch.containers import Podman, build_image, missing_programs, run, service_options
 from tests.launch.runs import ROOT
 
@@ -111,10 +112,9 @@ def test_two_containers_on_a_bridge_train_as_one_cluster(
     wait_until_ready(address)
     job = podman("run", *options("job"), *host, image, "job", "/data/run.yaml", timeout_s=300.0)
     assert "completed at step 8" in job
-    records = [
-        json.loads(path.read_text()) for path in sorted((folders["runs"] / "tiny-decoder/journal").rglob("*.json"))
-    ]
-    (started,) = [record["fields"] for record in records if record["kind"] == "ranks_started"]
+    events = RunDirectory.locate(str(folders["runs"] / "tiny-decoder")).events()
+    (started,) = [event.fields for event in events if event.kind == "ranks_started"]
+    assert sorted(process["rank"] for process in started["processes"]) == [0, 1]
     assert len({process["host"] for process in started["processes"]}) == 2
     logs = podman("logs", f"{NETWORK}-head") + job
     assert token.read_text() not in logs
