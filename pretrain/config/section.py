@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 ResumePolicy = Literal["free", "logged", "segment", "refused"]
 
@@ -18,3 +18,16 @@ class Section(BaseModel):
     """Base of every section: frozen, unknown keys are errors, defaults are checked too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_null(cls, values: Any) -> Any:
+        """The word that descriptions use for an absent value means null in every field that may have none."""
+        if not isinstance(values, dict):
+            return values
+        return {key: None if value == "none" and cls._may_be_null(key) else value for key, value in values.items()}
+
+    @classmethod
+    def _may_be_null(cls, key: Any) -> bool:
+        field = cls.model_fields.get(key)
+        return field is not None and type(None) in get_args(field.annotation)

@@ -27,6 +27,17 @@ def test_a_config_is_read_with_paths_made_absolute(tmp_path: Path, monkeypatch: 
     assert with_overrides(config, []) == config
 
 
+def test_the_word_none_means_no_value_where_there_may_be_none_and_itself_elsewhere(tmp_path: Path) -> None:
+    optional = ["metrics.layers_every_steps", "checkpoint.directory", "checkpoint.ram_every_steps", "cluster.min_ranks"]
+    overrides = [*(f"{name}=none" for name in optional), "engine.offload_optimizer=none"]
+    config = load_config(write(tmp_path / "c.yaml"), overrides, check_files=False)
+    for name in optional:
+        section, field = name.split(".")
+        assert getattr(getattr(config, section), field) is None
+    assert config.engine.offload_optimizer == "none"
+    assert any("is not a number" in problem for problem in problems_of(changed("batch.micro_batch_size", "none")))
+
+
 # ------------------------------------------------------------------------------------ F01: unknown keys
 
 MISSPELT = {
