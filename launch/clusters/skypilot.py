@@ -30,9 +30,9 @@ fi
 cat > "$work/run.yaml" <<'END_OF_CONFIG'
 @CONFIG@END_OF_CONFIG
 # shellcheck disable=SC2086
-ray start --head --block --port=6379 --dashboard-host="$head_ip" --dashboard-port=8266 $options &
+ray start --head --block --port=6379 --dashboard-host=127.0.0.1 --dashboard-port=8265 $options &
 ray=$!
-until (exec 3<> "/dev/tcp/$head_ip/8266") 2> /dev/null; do kill -0 "$ray" || exit 3; sleep 1; done
+until (exec 3<> "/dev/tcp/127.0.0.1/8265") 2> /dev/null; do kill -0 "$ray" || exit 3; sleep 1; done
 @ENTRY@ &
 run=$!
 trap 'kill -TERM "$run" 2> /dev/null' TERM USR1
@@ -89,4 +89,4 @@ def render(fleet: Fleet) -> str:
 
 
 def _run(fleet: Fleet) -> str:
-    return fill(_RUN, fleet, entry_command('"$work/run.yaml"', '"http://$head_ip:8266"'))
+    return fill(_RUN, fleet, entry_command('"$work/run.yaml"', '"http://127.0.0.1:8265"'))

@@ -42,7 +42,7 @@ start() {
     --object-store-memory=@OBJECT_STORE@ --dashboard-agent-listen-port=$((base + 4 + index % 16)) \
     --disable-usage-stats "$@" > "$work/ray-$name.log" 2>&1 &
 }
-answers() { (exec 3<> "/dev/tcp/$head_ip/$1") 2> /dev/null; }
+answers() { (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null; }
 
 # USR1: time is nearly up, or the nodes are wanted. TERM: the job is cancelled, requeued or preempted.
 run='' asked=''
@@ -50,10 +50,10 @@ trap 'asked=USR1; say "USR1: saving, then back into the queue"; [ -z "$run" ] ||
 trap 'asked=${asked:-TERM}; say "TERM: saving"; [ -z "$run" ] || kill -TERM "$run" 2> /dev/null' TERM
 
 say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes ${nodes[*]}, head $head_ip"
-TMPDIR=$work start "${nodes[0]}" 0 --head --port="$base" --temp-dir="$work/ray" --dashboard-host="$head_ip" \
+TMPDIR=$work start "${nodes[0]}" 0 --head --port="$base" --temp-dir="$work/ray" --dashboard-host=127.0.0.1 \
   --dashboard-port=$((base + 1)) --ray-client-server-port=$((base + 2)) --include-dashboard=true
 head=$!
-until answers "$base" && answers $((base + 1)); do
+until answers "$head_ip" "$base" && answers 127.0.0.1 $((base + 1)); do
   if ! kill -0 "$head" 2> /dev/null; then
     say "error: Ray did not start on ${nodes[0]}:"
     tail -n 20 "$work/ray-${nodes[0]}.log"
@@ -112,7 +112,7 @@ def render(fleet: Fleet) -> str:
     body = fill(
         _BODY,
         fleet,
-        entry_command('"$work/run.yaml"', '"http://$head_ip:$((base + 1))"'),
+        entry_command('"$work/run.yaml"', '"http://127.0.0.1:$((base + 1))"'),
         ADDRESS=_INTERFACE_ADDRESS.replace("@INTERFACE@", str(interface)) if named else _ADDRESS,
         CPUS=str(fleet.nodes.cpus),
         GPUS=gpus,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pretrain.config.schema import ResumePolicy, RunConfig
+from pretrain.config.units import mask_password
 from pretrain.config.walk import field_at
 
 _EFFECTS: dict[ResumePolicy, str] = {
@@ -71,11 +72,12 @@ def describe_changes(changes: list[ConfigChange]) -> list[str]:
 
 
 def show(value: Any) -> str:
-    """A value as one would write it in a config, cut at 80 characters."""
+    """A value as one would write it in a config, without the password of a URL, cut at 80 characters."""
     if isinstance(value, str):
         text = value if value and not set(value) & set(" \t\n\"'{}[],") else json.dumps(value, ensure_ascii=False)
     elif isinstance(value, float):
         text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
     else:
         text = json.dumps(value, ensure_ascii=False, default=str)
+    text = mask_password(text)
     return text if len(text) <= 80 else text[:77] + "..."

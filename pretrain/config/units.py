@@ -94,15 +94,25 @@ def parse_text(value: Any) -> str:
     raise ValueError(f"is {_a(value)}, where text is wanted. Put it in quotes")
 
 
+def mask_password(text: str) -> str:
+    """The text with *** for the user and password of a URL in it."""
+    return re.sub(r"://[^/@\s]*:[^/@\s]*@", "://***@", text)
+
+
 def parse_location(value: Any) -> str:
     """A path, made absolute against the current directory and the home of `~`; a URL stays as it is.
 
     Raises:
-        ValueError: not text, or empty.
+        ValueError: not text, empty, or a URL with a password.
     """
     text = parse_text(value)
     if not text:
         raise ValueError("is empty. Write a path or a URL")
+    if mask_password(text) != text:
+        raise ValueError(
+            "holds a password. Configs are copied into run directories and shown. Take it out of the URL and set it in "
+            "the environment (for s3://, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or in the store's own file"
+        )
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 

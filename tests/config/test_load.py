@@ -333,3 +333,10 @@ def test_the_import_is_light() -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20, env=os.environ)
     assert run.stdout == "[]\n"
+
+
+def test_the_password_of_a_url_is_refused_and_not_shown(tmp_path: Path) -> None:
+    problems = problems_of_file(write(tmp_path / "c.yaml"), "checkpoint.directory=s3://AKIA:hunter2@bucket/runs")
+    assert len(problems) == 1
+    assert problems[0].startswith("checkpoint.directory=s3://***@bucket/runs holds a password.")
+    assert "hunter2" not in problems[0]

@@ -70,6 +70,7 @@ BAD = [
     (parse_text, False, "is a flag, where text is wanted. Put it in quotes"),
     (parse_text, None, "is empty"),
     (parse_location, "", "is empty"),
+    (parse_location, "s3://AKIA:hunter2@bucket/runs", "holds a password. .* AWS_SECRET_ACCESS_KEY"),
 ]
 
 
@@ -85,4 +86,5 @@ def test_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest
     assert parse_location("shards/../x") == f"{tmp_path}/x"
     assert parse_location("~/x") == "/home/someone/x"
     assert parse_location("s3://bucket/x") == "s3://bucket/x"
+    assert parse_location("http://host:8080/a@b:c") == "http://host:8080/a@b:c"  # a port, and no user
     assert parse_location("/a/b") == "/a/b"

@@ -46,14 +46,14 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tiny, RunDirect
 class Cluster:
     """Two nodes of one slot each in a temporary folder of their own; steps take a second, so that faults meet them."""
 
-    def __init__(self, folder: Path, temporary: Path) -> None:
+    def __init__(self, folder: Path, temporary: Path, **environment: str) -> None:
         self.home, self.temporary, self.mark = folder / "home", temporary, str(folder)
         plan = folder / "faults.json"
         plan.write_text(json.dumps([{"point": "step.begins", "do": f"sleep:{SLOW_S}", "rank": 0, "times": 10**6}]))
         self._base = {
             **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
             "PRETRAIN_HOME": str(self.home), "PRETRAIN_FAULTS": str(plan), "PRETRAIN_TRIAL": self.mark,
-            "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment,
         }  # fmt: skip
         self.environment = self._base
 

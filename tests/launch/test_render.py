@@ -56,6 +56,15 @@ def test_the_command_prints_the_file_or_writes_it_and_the_config_needs_no_files_
     assert written.stdout == ""
 
 
+@pytest.mark.parametrize("kind", ["ray", "skypilot", "slurm"])
+def test_the_dashboard_answers_on_the_head_alone_and_takes_no_port_of_skypilots_own(kind: str) -> None:
+    text = rendered(kind)
+    assert set(re.findall(r"--dashboard-host=(\S+)", text)) == (set() if kind == "ray" else {"127.0.0.1"})
+    if kind == "skypilot":  # whose own Ray, where there is one, has these
+        assert "8266" not in text
+        assert "6380" not in text
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize(
     ("missing", "told"), [("nodes", "Set cluster.nodes.ranks"), ("own", "is missing")], ids=["node", "own"]

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from pretrain.rundir import RunDirectory
+from tests.launch.planted import command_lines_with
 from tests.launch.runs import RANK_COMMAND, ROOT, run_cli, write_config
 from tests.launch.slurm import Slurm, missing_programs, slurm
 from tests.tiny import build_tiny
 
-# Not seen to pass on a busy machine yet: Ray's head and dashboard must come up within their time.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WAIT_S = 300.0
 
@@ -55,6 +56,16 @@ def nodes(home: Path, *, ranks: int, **more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
+def token_of(job: int) -> str:
+    """What only the environments of a job's processes may hold, from that of Ray's head."""
+    programs = [(one, " ".join(one.info["cmdline"] or [])) for one in psutil.process_iter(["cmdline"])]
+    heads = [process for process, line in programs if "gcs_server" in line.split(" ", 1)[0]]
+    (head,) = [one for one in heads if one.environ().get("TMPDIR") == f"/tmp/pretrain-{job}"]
+    token = head.environ()["RAY_AUTH_TOKEN"]
+    assert len(token) == 64
+    return token
+
+
 def kinds(run: RunDirectory) -> list[str]:
     return [event.kind for event in run.events()]
 
@@ -78,6 +89,8 @@ def test_a_job_saves_on_its_warning_signal_goes_back_into_the_queue_and_goes_on(
         log = tmp_path / f"queued-{number}.log"
         wait_for(lambda: (home / "queued" / "fake.step").exists(), running, log)
         run = RunDirectory.locate(str(home / "queued"))
+        token = token_of(number)
+        assert command_lines_with([token]) == []
         running.run("scancel", "--signal=USR1", "--batch", str(number))  # as Slurm does before the time limit
         wait_for(lambda: "stopped" in kinds(run), running, log)
         saved = int((home / "queued" / "fake.step").read_text())
@@ -95,7 +108,7 @@ def test_a_job_saves_on_its_warning_signal_goes_back_into_the_queue_and_goes_on(
     assert list(Path("/tmp").glob(f"pretrain-{number}")) == []
     assert set(Path("/tmp").glob("pymp-*")) <= before  # where Ray's dashboard leaves something
     logs = "".join(path.read_text(errors="replace") for path in (home / "queued").rglob("*") if path.is_file())
-    assert "RAY_AUTH_TOKEN" not in text + logs
+    assert token not in text + logs
 
 
 def test_training_on_two_nodes_requeued_and_preempted_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ def test_paths_and_file_urls_open_the_same_directory(tmp_path: Path, monkeypatch
     assert not (tmp_path / "a b").exists()  # made at the first write
     with pytest.raises(UserError, match="The path of a store is empty"):
         open_store("")
+    with pytest.raises(UserError, match="A URL at bucket holds a password") as caught:
+        open_store("s3://AKIA:hunter2@bucket/runs")
+    assert "hunter2" not in str(caught.value)
 
 
 def test_local_path_is_where_the_file_lies(store: Store) -> None:
