@@ -31,6 +31,7 @@ from launch.doctor_machine import (
     check_names,
     check_packages,
     check_python,
+    check_shared_memory,
 )
 from launch.doctor_slots import check_slots
 from launch.tables import print_rows
@@ -40,7 +41,6 @@ from pretrain.rundir.memory_folders import DEFAULT_DIRECTORY, memory_folders, re
 
 LEAST_DISK_BYTES = 2 * 10**9
 LEAST_MEMORY_BYTES = 2 * 10**9
-LEAST_SHM_BYTES = 100 * 2**20
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -69,14 +69,6 @@ def check_memory() -> list[Finding]:
     free = psutil.virtual_memory().available
     remedy = "" if free >= LEAST_MEMORY_BYTES else "a rank needs about 1 GB before its model; free some"
     return [Finding("memory", "ok" if not remedy else "note", f"{free / 1e9:.1f} GB free", remedy)]
-
-
-def check_shared_memory() -> list[Finding]:
-    if not Path("/dev/shm").is_dir():
-        return [Finding("/dev/shm", "note", "absent", "Ray uses the temporary folder instead")]
-    free = shutil.disk_usage("/dev/shm").free
-    remedy = "" if free >= LEAST_SHM_BYTES else "Ray wants 100 MB there; in a container use --shm-size=1g"
-    return [Finding("/dev/shm", "ok" if not remedy else "note", f"{free / 1e6:.0f} MB free", remedy)]
 
 
 def check_disks() -> list[Finding]:

@@ -22,6 +22,7 @@ from launch.doctor_machine import (
     check_interface,
     check_names,
     check_packages,
+    check_shared_memory,
     skew_finding,
 )
 from launch.doctor_slots import judge
@@ -35,8 +36,8 @@ WITHIN_S = 120.0
 
 def examine_node(home: str, marker: str) -> dict[str, Any]:
     """On a node: its findings that are not ok, what others compare, whether it sees the marker in the runs' home."""
-    checks = [check_packages, check_compiler, check_file_limits, check_names, check_interface, lambda: check_home(home)]
-    findings = [finding for check in checks for finding in check()]
+    checks = [check_packages, check_compiler, check_shared_memory, check_file_limits, check_names, check_interface]
+    findings = [finding for check in [*checks, lambda: check_home(home)] for finding in check()]
     own = f"{marker}-{uuid.uuid4().hex}"
     try:
         store = open_store(home)

@@ -1,4 +1,4 @@
-"""Checks of one machine for `pretrain doctor`: packages, compiler, limits, clock, names, network.
+"""Checks of one machine for `pretrain doctor`: packages, compiler, shared memory, limits, clock, names, network.
 
 Each check takes nothing → findings; what it measures is passed in by tests. They also run on every node of a
 cluster (`doctor_cluster`), so they import nothing heavy and never raise.
@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
@@ -26,6 +27,7 @@ from pretrain.rundir import home_url
 from pretrain.store import open_store
 
 LEAST_FILES, GOOD_FILES = 1024, 8192
+LEAST_SHM_BYTES = 100 * 2**20
 SLOW_LOOKUP_S, LONGEST_LOOKUP_S = 1.0, 12.0
 # A lease of another host counts as silent after 30 s.
 NOTED_SKEW_S, BAD_SKEW_S = 2.0, 10.0
@@ -91,6 +93,14 @@ def check_compiler() -> list[Finding]:
 def _program(name: str) -> str | None:
     """On the path, or beside the interpreter."""
     return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
+
+
+def check_shared_memory() -> list[Finding]:
+    if not Path("/dev/shm").is_dir():
+        return [Finding("/dev/shm", "note", "absent", "Ray uses the temporary folder instead")]
+    free = shutil.disk_usage("/dev/shm").free
+    remedy = "" if free >= LEAST_SHM_BYTES else "Ray wants 100 MB there; in a container use --shm-size=1g"
+    return [Finding("/dev/shm", "ok" if not remedy else "note", f"{free / 1e6:.0f} MB free", remedy)]
 
 
 def check_file_limits() -> list[Finding]:

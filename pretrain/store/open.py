@@ -21,9 +21,10 @@ def open_store(url: str | Path) -> Store:
         raise UserError("The path of a store is empty. It must be a directory or a URL. Give one, such as ./runs.")
     if "://" not in text:
         return LocalStore(text)
-    if urlsplit(text).password is not None:
+    user, at, host = text.split("://", 1)[1].split("/", 1)[0].rpartition("@")
+    if at and ":" in user:
         raise UserError(
-            f"A URL at {urlsplit(text).hostname} holds a password. URLs are written into files and shown. "
+            f"A URL at {host} holds a password. URLs are written into files and shown. "
             "Take it out and set it in the environment (for s3://, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)."
         )
     if text.startswith("file://"):

@@ -1,6 +1,6 @@
 """Three hosts of one rank each, over real links and without Ray: one dies, comes back, another one is cut off.
 
-What the controller does about it, with ranks that train nothing; `test_nodes` is the same story with the whole stack.
+What the controller does about it, with ranks that train nothing; `test_lost_hosts` is the same with ranks that train.
 """
 
 from __future__ import annotations

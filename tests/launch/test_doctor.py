@@ -1,9 +1,10 @@
-"""`pretrain doctor`: every check has a case that makes it fail, and what a sound machine gives."""
+"""`pretrain doctor`: checks with a case that makes each of them fail, and what a sound machine gives."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from launch.doctor_machine import (
 from launch.doctor_slots import PROBE_COMMAND, check_slots, judge
 from launch.slot_probe import WIDTH, expected_sum
 from tests.launch.runs import ROOT
+from tests.missing import did_not_run
 
 SOUND = {"product": expected_sum(), "matmul_s": 0.001, "all_reduce_s": 0.002}
 
@@ -64,6 +66,21 @@ def test_a_low_limit_of_open_files_is_found(limit: int, verdict: str) -> None:
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.stdout.startswith(f"{verdict} ulimit -n"), done.stderr
     assert only(check_file_limits()).check == "file limit"
+
+
+@pytest.mark.parametrize(("size", "verdict"), [("50m", "note"), ("300m", "ok")])
+def test_little_shared_memory_is_noted(size: str, verdict: str) -> None:
+    if os.getuid() != 0 or shutil.which("unshare") is None:
+        did_not_run("only root can mount a small /dev/shm")
+    program = (
+        "from launch.doctor_machine import check_shared_memory as c; f = c()[0]; print(f.verdict, f.found, f.remedy)"
+    )
+    script = f"mount -t tmpfs -o size={size} none /dev/shm && exec {sys.executable} -c '{program}'"
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout.startswith(f"{verdict} "), done.stderr
+    assert ("--shm-size" in done.stdout) == (verdict == "note")
 
 
 @pytest.mark.parametrize(("skew", "verdict"), [(0.5, "ok"), (-3.0, "note"), (40.0, "bad"), (-40.0, "bad")])

@@ -93,6 +93,21 @@ def test_two_runs_side_by_side_one_with_a_crash_one_interrupted_and_a_second_tra
     assert ray_folders(first.pid) == ray_folders(second.pid) == []
 
 
+def test_a_run_that_fails_says_why_and_ends_with_the_code_of_failures(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    faults = [{"attempt": attempt, "rank": 1, "step": 7, "do": "raise:2"} for attempt in range(1, 9)]
+    config = write_config(tmp_path, "odd", fake={"steps": 30, "step_s": 0.05, "commit_every": 100, "faults": faults})
+    failed = run_cli(home, "train", str(config), timeout_s=START_S)
+    assert failed.returncode == 3
+    assert "the row is odd" in failed.stderr
+    assert "Traceback" not in failed.stderr.splitlines()[-1]
+    events = RunDirectory.locate(str(home / "odd")).events()
+    assert [event.kind for event in events][-1] == "failed"
+    assert 2 <= sum(event.kind == "attempt_started" for event in events) < 8  # tried again, and not for ever
+    again = run_cli(home, "status", "odd", "--json")
+    assert '"state": "failed"' in again.stdout
+
+
 def test_a_killed_train_leaves_nothing_and_resume_says_what_changed_and_completes(tmp_path: Path) -> None:
     home = tmp_path / "home"
     config = write_config(tmp_path, "run", fake={"steps": 60, "step_s": 0.05})
