@@ -75,7 +75,7 @@ def test_the_machine_is_measured_beside_the_run_by_wandb_itself(
     deadline = time.monotonic() + 60
     while not offline_files(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.05)
-    time.sleep(2.0)
+    time.sleep(5.0)  # ten samples on idle cores
     sink.close()
     (file,) = offline_files(tmp_path)
     assert [row["loss"] for row in read_history(file)[1]] == [1.0]
