@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.machine import forget_peak, memory_kib
+from benchmarks.machine import NOTHING_KEPT, forget_peak, memory_kib
 from benchmarks.result import Result, interleave, median, median_ratio, timed
 from pretrain.data.batch import seq_info
 from pretrain.model.attention import RelativeBias, attend
@@ -98,7 +98,9 @@ def _peak_megabytes(kind: str, backend: str, tokens: int, heads: int, width: int
 def peaks(cases: list[tuple[str, str, int]], *, heads: int, width: int) -> list[float]:
     """Peak memory in MB of each (kind, backend, tokens), each in a process of its own that has computed nothing yet."""
     command = [sys.executable, "-m", "benchmarks.attention", json.dumps(cases), str(heads), str(width)]
-    found: list[float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    environment = os.environ | NOTHING_KEPT
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: list[float] = json.loads(done.stdout)
     return found
 
 

@@ -8,6 +8,7 @@ counted on neither side.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.machine import dtype, forget_peak, memory_kib, precision
+from benchmarks.machine import NOTHING_KEPT, dtype, forget_peak, memory_kib, precision
 from benchmarks.result import Result, interleave, median, median_ratio, timed
 from pretrain.config.schema import LossConfig
 from pretrain.loss.fused import LossOptions, fused_linear_cross_entropy
@@ -56,7 +57,8 @@ def _peak_megabytes(side: str) -> float:
 
 def _peak_in_own_process(side: str) -> float:
     command = [sys.executable, "-m", "benchmarks.loss", side]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    environment = os.environ | NOTHING_KEPT
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
 def measure(*, quick: bool, command: str) -> list[Result]:

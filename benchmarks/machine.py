@@ -14,6 +14,10 @@ import torch
 
 from pretrain.processor import computes_bf16
 
+# A process that is started with it gives large blocks back when they are freed. By default glibc keeps some, and
+# how many differs by run: 20 to 80 MB here, so that its peak would say little of the code.
+NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+
 
 def precision() -> Literal["bf16", "fp32"]:
     """What both sides of a training benchmark compute in."""

@@ -16,14 +16,12 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.machine import forget_peak, memory_kib
+from benchmarks.machine import NOTHING_KEPT, forget_peak, memory_kib
 from benchmarks.published import ROWS, within
 from benchmarks.result import Result
 from pretrain.config import RunConfig, config_from_dict
 
 LENGTH, RANKS = 512, 2
-# With it glibc gives freed memory back, so the resident set is what is in use.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
 _SMALL = {
     "family": "decoder",
     "vocabulary_size": 8192,
@@ -113,7 +111,7 @@ def measure(*, quick: bool, command: str) -> list[Result]:
 
 def measured_peaks(cases: list[Case]) -> list[tuple[Case, list[int]]]:
     """Peak bytes of every rank of each case, measured in processes of their own."""
-    environment = {**os.environ, **_ALLOCATOR, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, **NOTHING_KEPT, "DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", "benchmarks.plan", *(str(CASES.index(case)) for case in cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import memory_kib
+from benchmarks.machine import NOTHING_KEPT, memory_kib
 from pretrain.checkpoint import open_weights, restore, save
 from pretrain.config.schema import DecoderConfig, LossConfig
 from pretrain.model.hf.directory import export_model
@@ -30,8 +30,6 @@ MODEL = DecoderConfig(
 )  # fmt: skip
 PIECE_MB = 8  # what is read and checked at once
 STATE = {"weight": (8_000_000,)}
-# Large blocks go back when they are freed. By default glibc keeps some, how many differs by run: 50 to 80 MB here.
-NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "OMP_NUM_THREADS": "1"}
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
