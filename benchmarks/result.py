@@ -11,10 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from launch.tables import format_table
 
 CPU_TIME = "PRETRAIN_BENCHMARK_CPU_TIME"
+_Value = TypeVar("_Value")
 HEADINGS = ("metric", "value", "unit", "baseline", "its value", "runs")
 
 
@@ -58,9 +60,9 @@ def timed(action: Callable[[], object]) -> float:
     return clock() - start
 
 
-def interleave(sides: dict[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
+def interleave(sides: dict[str, Callable[[], _Value]], repetitions: int) -> dict[str, list[_Value]]:
     """Measures every side once per repetition, in turn and in alternating order."""
-    values: dict[str, list[float]] = {name: [] for name in sides}
+    values: dict[str, list[_Value]] = {name: [] for name in sides}
     for repetition in range(repetitions):
         names = list(sides) if repetition % 2 == 0 else list(reversed(sides))
         for name in names:

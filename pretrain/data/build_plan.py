@@ -24,6 +24,8 @@ STAGES = ("read", "encode", "pack", "write")
 _STAGES_VERSION = 1  # of the private files
 _PIECE_BYTES = 64 * 2**20
 _PIECE_FILES = 4096
+_LEAST_PIECES = 16  # tasks to share out also where there is little text
+_LEAST_PIECE_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +151,10 @@ def _pieces(files: Sequence[InputFile]) -> list[tuple[int, ...]]:
     pieces: list[tuple[int, ...]] = []
     piece: list[int] = []
     size = 0
+    enough = max(sum(file.text_bytes for file in files) // _LEAST_PIECES, _LEAST_PIECE_BYTES)
+    most = min(enough, _PIECE_BYTES)
     for number, file in enumerate(files):
-        if piece and (size + file.text_bytes > _PIECE_BYTES or len(piece) == _PIECE_FILES):
+        if piece and (size + file.text_bytes > most or len(piece) == _PIECE_FILES):
             pieces.append(tuple(piece))
             piece, size = [], 0
         piece.append(number)

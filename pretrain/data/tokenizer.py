@@ -30,6 +30,7 @@ SPECIAL_TOKENS = (EOS_TOKEN, PAD_TOKEN, START_TOKEN)
 FILE_NAME = "tokenizer.json"
 Kind = Literal["bpe", "unigram"]
 _SPACE = "\u2581"  # how tokenizers without byte level write a space
+_REMEMBERED_WORDS = 2**16  # by default 10,000, which a corpus soon fills; about 40 MB more
 _PROBE = "Größe naïve 日本語 😀 a\n\tb  c <0x41>"
 
 # Spellings in tokenizers of others, first match wins. A missing pad or start falls back to eos:
@@ -63,6 +64,8 @@ class Tokenizer:
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._encoder.encode_special_tokens = True
+        if isinstance(self._encoder.model, models.BPE | models.Unigram):
+            self._encoder.model._resize_cache(_REMEMBERED_WORDS)
         self._special_ids = sorted(item["id"] for item in parts.get("added_tokens", []) if item["special"])
         self.vocabulary_size: int = 1 + max(self._encoder.get_vocab(with_added_tokens=True).values())
         self.sha256: str = hashlib.sha256(serialised).hexdigest()
@@ -143,11 +146,6 @@ class Tokenizer:
             lengths[number] = len(ids)
             flat.fromlist(ids)  # in less than half of np.fromiter's time
         return np.array(flat, dtype=np.uint32), lengths
-
-    def bare_encoder(self) -> Callable[..., Any]:
-        """The library's own `encode_batch_fast`, for measuring against it."""
-        encode: Callable[..., Any] = self._encoder.encode_batch_fast
-        return encode
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special ids spell nothing, invalid UTF-8 becomes U+FFFD.
