@@ -95,7 +95,7 @@ def _quarantine(
     # Twice in a row at one step on one host: the third try, which would end the run, belongs elsewhere.
     suspicious = len(recent) >= limits.quarantine_faults or (state.crashes >= 2 and state.crash_host == host)
     out = state.quarantined | {host}
-    if not suspicious or slots_without(seen, out | state.leaving) < limits.min_ranks:
+    if not suspicious or slots_without(seen, out) < limits.min_ranks:
         return state, []
     return replace(state, quarantined=out), [Quarantine(host, tuple(message for _, message in recent))]
 

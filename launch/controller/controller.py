@@ -98,6 +98,7 @@ def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
         learned_deadlines=health.learned_deadlines,
         sleepless_s=1.0,
         suspect_grace_s=1.0 if one_host else 4.0,
+        killed_grace_s=0.0 if one_host else 0.3,
         standbys=cluster.standbys,
         stop_timeout_s=cluster.stop_grace_s,
         time_limit_s=cluster.time_limit_s,

@@ -128,13 +128,17 @@ class Crew:
         """Gets slots for `num_ranks` ranks; `placed` or `place_failed` will be news.
 
         Args:
-            without: hosts that are not taken.
-            keep: agents on those hosts go on; otherwise they are ended.
+            without: hosts that are not taken; nodes that leave are not either.
+            keep: agents that are there already go on; otherwise they are ended.
         """
-        for agent in [agent for agent in self._agents.values() if agent.host in without and not keep]:
-            self._dismiss(agent)
+        unfit = [a for a in self._agents.values() if a.host in without or self._table.leaving_s(a.node) is not None]
+        if not keep:
+            for agent in unfit:
+                self._dismiss(agent)
+            unfit = []
         self._order, self._failure = num_ranks, None
-        missing = num_ranks - self._slots() - sum(wanted.slots for wanted in self._wanted.values())
+        fit = self._slots() - sum(agent.slots for agent in unfit)
+        missing = num_ranks - fit - sum(wanted.slots for wanted in self._wanted.values())
         if missing <= 0:
             self._hub.wake_reader()  # the answer may be known: nobody need wait for a message
             return

@@ -22,8 +22,8 @@ def slots_without(seen: Observation, without: frozenset[str]) -> int:
     return seen.held.without(without) + (seen.offers.without(without) if seen.offers else 0)
 
 
-def leaving_hosts(seen: Observation) -> frozenset[str]:
-    """Hosts that have said that they go."""
+def leaving_nodes(seen: Observation) -> frozenset[str]:
+    """Nodes that have said that they go."""
     return seen.held.leaving | (seen.offers.leaving if seen.offers else frozenset())
 
 
@@ -42,7 +42,7 @@ def consider(state: RunState, seen: Observation, now: float, limits: Limits) -> 
     more = _more_slots(state, seen, held, now, limits)
     if more:
         growth = replace(state.growth, look_t=now + LOOK_AGAIN_S)
-        return replace(state, asked=True, growth=growth), [Place(more, state.quarantined | state.leaving, keep=True)]
+        return replace(state, asked=True, growth=growth), [Place(more, state.quarantined, keep=True)]
     return _grow(state, held, now, limits)
 
 
@@ -66,7 +66,7 @@ def _more_slots(state: RunState, seen: Observation, held: int, now: float, limit
     wanted = limits.num_ranks + limits.spare_ranks
     if held >= wanted or state.asked or now < state.growth.look_t:
         return 0
-    offered = seen.offers.without(state.quarantined | state.leaving) if seen.offers else 0
+    offered = seen.offers.without(state.quarantined) if seen.offers else 0
     return min(wanted, held + offered) if offered else 0
 
 

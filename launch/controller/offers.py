@@ -26,7 +26,7 @@ class Slots:
     Attributes:
         staying: host -> slots on its nodes that stay.
         total: all of those.
-        leaving: hosts of nodes that go.
+        leaving: nodes that go.
     """
 
     nodes: Mapping[str, Offer]
@@ -40,7 +40,7 @@ class Slots:
         for offer in nodes.values():
             if offer.leaving_s is None:
                 staying[offer.host] = staying.get(offer.host, 0) + offer.slots
-        leaving = frozenset(offer.host for offer in nodes.values() if offer.leaving_s is not None)
+        leaving = frozenset(node for node, offer in nodes.items() if offer.leaving_s is not None)
         return cls(nodes, staying, sum(staying.values()), leaving)
 
     def without(self, hosts: frozenset[str]) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launch.controller.blame import ENDED_WELL, find_fault
+from launch.controller.blame import ENDED_WELL, UNEXPLAINED, find_fault
 from launch.controller.budgets import charge, over_budget, stopped
 from launch.controller.hangs import doing, find_hang, hear, odd_one_out, report, stragglers, taken
-from launch.controller.moves import consider, leaving_hosts, slots_without
+from launch.controller.moves import consider, leaving_nodes, slots_without
 from launch.controller.state import (
     Action,
     AskRanks,
@@ -69,7 +69,7 @@ def decide(state: RunState, seen: Observation, now: float, limits: Limits) -> De
 def _absorb(state: RunState, seen: Observation, now: float, limits: Limits) -> RunState:
     state = _absorb_ranks(state, seen, now, limits)
     if seen.held.nodes or seen.offers is not None or state.known_t is None:
-        state = replace(state, known_t=now, leaving=leaving_hosts(seen))
+        state = replace(state, known_t=now, leaving=leaving_nodes(seen))
     if seen.standbys is not None:
         state = replace(state, growth=replace(state.growth, ready=seen.standbys))
     if seen.committed_step is not None and seen.committed_step > state.committed_step:
@@ -99,7 +99,7 @@ def _absorb_ranks(state: RunState, seen: Observation, now: float, limits: Limits
         ranks[rank] = replace(ranks[rank], heard_t=now)
     for ended in seen.exits:
         if ended.rank in ranks and not ranks[ended.rank].gone:
-            ranks[ended.rank] = replace(ranks[ended.rank], exit=ended, gone=True)
+            ranks[ended.rank] = replace(ranks[ended.rank], exit=ended, exit_t=now, gone=True)
     for rank in seen.lost:
         if rank in ranks:
             ranks[rank] = replace(ranks[rank], gone=True)
@@ -120,12 +120,11 @@ def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> De
         return _finish(state, Outcome("interrupted", ExitCode.INTERRUPTED, reason=problem))
     if state.asked or (seen.offers is None and not seen.held.nodes):
         return state, []
-    without = state.quarantined | state.leaving
-    fits = min(limits.num_ranks, slots_without(seen, without))
+    fits = min(limits.num_ranks, slots_without(seen, state.quarantined))
     # Nodes of a cluster come up one by one; those that were lost come back when they can, and the run grows then.
     patient = state.started or now - state.since_t >= limits.placing_grace_s
     if fits == limits.num_ranks or (fits >= limits.min_ranks and patient):
-        return replace(state, asked=True), [Place(fits, without)]
+        return replace(state, asked=True), [Place(fits, state.quarantined)]
     return state, []
 
 
@@ -185,7 +184,7 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
         codes = [view.exit.code for view in state.ranks.values() if view.exit]
         if len(codes) == len(state.ranks) and all(code in ENDED_WELL for code in codes):
             return _ended_well(state, codes, now, limits)
-        if ExitCode.PEER_FAILED in codes and state.phase is Phase.RUNNING:
+        if UNEXPLAINED & set(codes) and state.phase is Phase.RUNNING:
             state = replace(state, phase=Phase.SUSPECTING, since_t=now)
     if state.phase is Phase.EXAMINING:
         return _examine(state, seen, now, limits)

@@ -75,6 +75,7 @@ class Limits:
     max_backoff_s: float = 60.0
     crash_loop: int = 3  # crashes in a row at one step that end the run
     suspect_grace_s: float = 4.0  # wait for the culprit when only its victims ended (a silent node takes 3 s)
+    killed_grace_s: float = 0.0  # the agent of a killed rank must live on so long, or its node is what was lost
     kill_grace_s: float = 15.0  # wait for killed ranks to be gone
     placing_grace_s: float = 5.0  # wait for all ranks before the first attempt starts with fewer
     stop_timeout_s: float = 600.0  # from asking ranks to save until they are killed
@@ -167,6 +168,7 @@ class RankView:
     exit: RankExit | None = None
     gone: bool = False  # ended, or lost with its node
     node: str = ""
+    exit_t: float = 0.0
 
     @property
     def trained(self) -> bool:
@@ -232,7 +234,7 @@ class RunState:
     failures: Mapping[Cause, int] = field(default_factory=dict)  # since the last committed progress
     evidence: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)  # host -> faults blamed on it
     quarantined: frozenset[str] = frozenset()  # hosts that get no ranks any more
-    leaving: frozenset[str] = frozenset()  # hosts that have said that they go
+    leaving: frozenset[str] = frozenset()  # nodes that have said that they go
     committed_step: int = -1
     crash_step: int | None = None  # where the last crash was
     crash_host: str = ""  # and on which host, if all of the crashes in a row were there
@@ -263,7 +265,7 @@ class Place:
     """Have slots for `num_ranks` ranks, those that are held included; the answer is `placed` or `place_failed`.
 
     Attributes:
-        without: hosts that are not taken, and given up where they are held.
+        without: hosts that are not taken, and given up where they are held; as are nodes that leave.
         keep: nothing is given up, ranks train there.
     """
 

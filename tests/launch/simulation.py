@@ -286,7 +286,8 @@ class World:
 
     def _place(self, order: Place) -> None:
         self.changed = True
-        given_up = [] if order.keep else [node for node, offer in self.held.items() if offer.host in order.without]
+        unfit = [n for n, o in self.held.items() if o.host in order.without or o.leaving_s is not None]
+        given_up = [] if order.keep else unfit
         for node in given_up:
             self.offers[node] = self.held.pop(node)
         missing = order.num_ranks - len(self.held)

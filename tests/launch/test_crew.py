@@ -136,6 +136,33 @@ def test_ranks_can_be_started_on_living_agents_while_nobody_knows_of_free_slots(
         crew.close()
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_leaving_node_is_replaced_and_its_agent_ended_unless_its_ranks_still_train(keep: bool):
+    class Leaving(OneNode):
+        def offers(self) -> dict[str, Offer]:
+            return {"n": Offer(1, "h", 300.0), "m": Offer(1, "h")} if self.launched else super().offers()
+
+        def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
+            super().launch(slots, controller, secret)
+            asked.append(dict(slots))
+
+    nodes, asked = Leaving(), []
+    crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 60.0)
+    try:
+        _launch(crew, nodes)
+        with socket.create_connection(nodes.launched[0]) as agent:
+            _greet(agent, crew, nodes)
+            while crew.held().nodes != {"n": Offer(1, "h", 300.0)}:  # the table is looked at twice a second
+                crew.look(0.01)
+            crew.place(1, keep=keep)
+            while len(asked) < 2:
+                crew.look(0.01)
+            assert asked == [{"n": 1}, {"m": 1}]
+            assert set(crew.held().nodes) == ({"n"} if keep else set())
+    finally:
+        crew.close()
+
+
 @pytest.mark.parametrize(("answers", "least_s", "most_s"), [(True, 0.95, 5.0), (False, 0.25, 0.9)])
 def test_a_silent_agent_has_more_time_where_its_host_takes_connections(
     monkeypatch: pytest.MonkeyPatch, answers: bool, least_s: float, most_s: float

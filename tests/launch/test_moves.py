@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.controller.offers import NO_SLOTS
+from launch.controller.offers import NO_SLOTS, Offer, Slots
 from launch.controller.state import (
     AskRanks,
     Beat,
@@ -137,13 +137,22 @@ def test_a_leaving_node_is_left_when_there_is_a_replacement_or_no_more_time(
         save_and_end(play, 2)
         play.now = max(play.now, play.state.retry_t)
         placed = play.see(offers=offers(*[1] * others, start=2))
-        assert placed == [Place(1 + others, frozenset({"host1"}))]
+        assert placed == [Place(1 + others)]
+
+
+def test_a_node_that_stays_is_used_though_another_one_of_its_host_leaves() -> None:
+    play = Play(replace(LIMITS, min_ranks=1)).start().train(0, 1)
+    play.held = Slots.of({"node0": Offer(1, "both"), "node1": Offer(1, "both", 50.0)})
+    assert play.see() == [AskRanks("drain")]
+    save_and_end(play, 2)
+    play.now = max(play.now, play.state.retry_t)
+    assert play.see() == [Place(1)]
 
 
 def test_slots_asked_for_while_leaving_nodes_still_train_leave_their_agents_alone() -> None:
     play = Play(replace(LIMITS, num_ranks=4, min_ranks=1)).start(4).train(0, 1)
     play.held = offers(1, 1, 1, 1, leaving={2: 300.0, 3: 300.0})
-    assert play.see(offers=offers(1, start=4)) == [Place(3, frozenset({"host2", "host3"}), keep=True)]
+    assert play.see(offers=offers(1, start=4)) == [Place(3, keep=True)]
 
 
 def test_a_node_that_had_said_that_it_leaves_is_charged_to_the_preemptions() -> None:

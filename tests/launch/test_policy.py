@@ -174,6 +174,27 @@ def test_a_victim_is_not_blamed_when_the_culprit_shows_later() -> None:
     assert "signal 11 (SIGSEGV)" in play.faults[0].message
 
 
+def test_a_rank_that_was_killed_with_its_node_is_the_nodes_fault_and_one_that_was_killed_alone_its_own() -> None:
+    """Ray kills the children of an agent a moment before the agent: the exit comes first."""
+    limits = replace(LIMITS, killed_grace_s=0.3)
+    play = Play(limits).start().train(0, 1)
+    assert play.crash(rank=1) == []
+    play.see(lost={1: "the agent on host1 ended"}, after=0.2)
+    assert [(fault.cause, fault.rank, fault.host) for fault in play.faults] == [(Cause.NODE, 1, "host1")]
+
+    play = Play(limits).start().train(0, 1)
+    assert play.crash(rank=1) == []
+    assert play.crash(rank=0, code=6) == []
+    assert play.see(after=0.1) == []
+    play.see(after=0.2)
+    assert [(fault.cause, fault.rank, fault.exit_code) for fault in play.faults] == [(Cause.APPLICATION, 1, -9)]
+
+    play = Play(limits).start().train(0, 1)  # who knows why it ended need not wait
+    assert play.crash(rank=1) == []
+    play.crash(rank=0, code=3)
+    assert [(fault.rank, fault.exit_code) for fault in play.faults] == [(0, 3)]
+
+
 def test_victims_without_a_culprit_count_once_after_a_grace() -> None:
     play = Play().start().train(0, 1)
     play.crash(rank=0, code=6)

@@ -1,7 +1,8 @@
 """A Ray of two nodes (two raylets, one CPU each) on this machine, until stdin ends.
 
 `python -m tests.launch.two_nodes FOLDER` prints {"address", "dashboard"} as a JSON line when it is up.
-The token comes from the environment. A line `kill` ends the second node by SIGKILL.
+The token comes from the environment. Lines on stdin change the newest node but the head: `kill` ends it by SIGKILL,
+`add` starts another one, `drain SECONDS` tells Ray that it goes then; each is answered by a line `done`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def free_port() -> int:
 
 
 @contextmanager
-def two_nodes() -> Iterator[tuple[dict[str, str], psutil.Process]]:
+def two_nodes() -> Iterator[tuple[dict[str, str], psutil.Popen]]:
     """The JSON line of such a Ray, and its process; nothing of it is left afterwards."""
     with (
         tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        subprocess.Popen(
+        psutil.Popen(
             [sys.executable, "-m", "tests.launch.two_nodes", folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -42,14 +43,20 @@ def two_nodes() -> Iterator[tuple[dict[str, str], psutil.Process]]:
         assert nodes.stdout is not None
         line = nodes.stdout.readline()
         assert line, nodes.communicate()
-        process = psutil.Process(nodes.pid)
-        started = process.children(recursive=True)
-        yield json.loads(line), process
-        started += process.children(recursive=True)
+        started = nodes.children(recursive=True)
+        yield json.loads(line), nodes
+        started += nodes.children(recursive=True)
         nodes.stdin.close()
         nodes.wait(60.0)
         _, left = psutil.wait_procs(started, timeout=20.0)
         assert left == []
+
+
+def drain(address: str, node: str, seconds: str) -> None:
+    """What an autoscaler or a cloud's agent does with the notice that a machine will be taken away."""
+    words = ["drain-node", f"--address={address}", f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION"]
+    words += ["--reason-message=the machine is taken back", f"--deadline-remaining-seconds={seconds}"]
+    subprocess.run([Path(sys.executable).with_name("ray"), *words], stdout=sys.stderr, check=True)
 
 
 def main() -> None:
@@ -67,8 +74,14 @@ def main() -> None:
         cluster.wait_for_nodes()
         print(json.dumps({"address": cluster.address, "dashboard": f"http://127.0.0.1:{port}"}), flush=True)
         for line in sys.stdin:
-            if line.strip() == "kill":
+            order, _, seconds = line.strip().partition(" ")
+            if order == "kill":
                 cluster.remove_node(second, allow_graceful=False)
+            elif order == "add":
+                second = cluster.add_node(**shared)
+            elif order == "drain":
+                drain(cluster.address, second.node_id, seconds)
+            print("done", flush=True)
     finally:
         cluster.shutdown()
 
