@@ -29,9 +29,23 @@ cat > "$work/run.yaml" <<'END_OF_CONFIG'
 @CONFIG@END_OF_CONFIG
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-base=$((20000 + SLURM_JOB_ID % 600 * 20)) # above the ports of Ray's workers
 @ADDRESS@
 head_ip=$(address_of "${nodes[0]}")
+answers() { (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null; }
+
+# Twenty ports of this job, above those of Ray's workers: the first twenty where nobody answers on the head's node.
+taken() {
+  local port
+  for ((port = base; port < base + 20; port++)); do
+    if answers "$head_ip" "$port" || answers 127.0.0.1 "$port"; then return 0; fi
+  done
+  return 1
+}
+base=$((20000 + SLURM_JOB_ID % 600 * 20)) first=$base
+while taken; do
+  base=$((20000 + (base - 20000 + 20) % 12000))
+  [ "$base" -ne "$first" ] || { say "error: all ports from 20000 to 31999 are taken on ${nodes[0]}"; exit 3; }
+done
 
 # start NODE INDEX OPTION...: Ray on one node, as long as the step lives.
 start() {
@@ -42,14 +56,13 @@ start() {
     --object-store-memory=@OBJECT_STORE@ --dashboard-agent-listen-port=$((base + 4 + index % 16)) \
     --disable-usage-stats "$@" > "$work/ray-$name.log" 2>&1 &
 }
-answers() { (exec 3<> "/dev/tcp/$1/$2") 2> /dev/null; }
 
 # USR1: time is nearly up, or the nodes are wanted. TERM: the job is cancelled, requeued or preempted.
 run='' asked=''
 trap 'asked=USR1; say "USR1: saving, then back into the queue"; [ -z "$run" ] || kill -TERM "$run" 2> /dev/null' USR1
 trap 'asked=${asked:-TERM}; say "TERM: saving"; [ -z "$run" ] || kill -TERM "$run" 2> /dev/null' TERM
 
-say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes ${nodes[*]}, head $head_ip"
+say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}, nodes ${nodes[*]}, head $head_ip:$base"
 TMPDIR=$work start "${nodes[0]}" 0 --head --port="$base" --temp-dir="$work/ray" --dashboard-host=127.0.0.1 \
   --dashboard-port=$((base + 1)) --ray-client-server-port=$((base + 2)) --include-dashboard=true
 head=$!

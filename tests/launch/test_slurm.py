@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,15 @@ def nodes(home: Path, *, ranks: int, **more: Any) -> dict[str, Any]:
     return {**base, **more}
 
 
+@contextmanager
+def strangers_on(*ports: int) -> Iterator[None]:
+    """Programs of others that listen there."""
+    with ExitStack() as stack:
+        for port in ports:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        yield
+
+
 def token_of(job: int) -> str:
     """What only the environments of a job's processes may hold, from that of Ray's head."""
     programs = [(one, " ".join(one.info["cmdline"] or [])) for one in psutil.process_iter(["cmdline"])]
@@ -84,8 +94,9 @@ def test_a_job_saves_on_its_warning_signal_goes_back_into_the_queue_and_goes_on(
     rendered = run_cli(home, "cluster", "render", "slurm", str(config), "--out", str(script))
     assert rendered.returncode == 0, rendered.stderr
     before = set(Path("/tmp").glob("pymp-*"))
-    with real_slurm(1) as running:
+    with real_slurm(1) as running, strangers_on(20020, 20047):
         number = running.submit(script)
+        assert number == 1
         log = tmp_path / f"queued-{number}.log"
         wait_for(lambda: (home / "queued" / "fake.step").exists(), running, log)
         run = RunDirectory.locate(str(home / "queued"))
@@ -97,6 +108,7 @@ def test_a_job_saves_on_its_warning_signal_goes_back_into_the_queue_and_goes_on(
         wait_for(lambda: running.job(number)["JobState"] == "COMPLETED", running, log)
         assert running.job(number)["Restarts"] == "1"
     text = log.read_text()
+    assert text.count(":20060\n") == 2  # the job's own ports are taken, and one of the next twenty
     assert "USR1: saving, then back into the queue" in text
     assert "the run ended with code 5" in text
     assert "the run ended with code 0" in text
