@@ -42,7 +42,7 @@ START_S = 40.0  # from spawn to the first step
 SAVE_S = 20.0
 RAY_SEES_S = 13.0  # a dead node stays in Ray's table for so long
 SILENT_S = 3.0
-BEAT_S = 6 * 3600.0
+BEAT_S = 900.0
 
 LIMITS = Limits(
     num_ranks=4000,
@@ -74,11 +74,13 @@ class Totals:
     """What came of it."""
 
     faults: int = 0
+    hangs: int = 0
     attempts: int = 0
     moves: int = 0
     steps_redone: int = 0
-    down_s: float = 0.0
+    down_s: float = 0.0  # from a fault to the next step, detection included; without what began with a hang
     longest_down_s: float = 0.0
+    longest_hang_s: float = 0.0
     decisions: int = 0
     quarantined: list[str] = field(default_factory=list)
     smallest: int = LIMITS.num_ranks
@@ -106,6 +108,7 @@ class World:
         self.config_error = False
         self.outcome: Outcome | None = None
         self.attempt = 0
+        self.hung = (-1, -1)  # attempt and rank
         for kind in ("node_deaths", "cuts", "crashes", "hangs", "drains", "bad_host"):
             self._next(kind)
         self._push(60.0, "beats")
@@ -126,7 +129,9 @@ class World:
         """Lets the world run."""
         self._decide()
         while self._queue and self._queue[0][0] < days * DAY_S and self.outcome is None:
+            before = self.now
             self.now, _, kind, data = heapq.heappop(self._queue)
+            assert self.now >= before
             if self.training:
                 done = int((self.now - self.step_t) / STEP_S)
                 self.step, self.step_t = self.step + done, self.step_t + done * STEP_S
@@ -185,6 +190,8 @@ class World:
 
     def _lose_node(self, node: str, back_s: float) -> None:
         self.alive.discard(node)
+        if node in self.ranks.values():
+            self._stand_still()
         if node in self.held:
             self._push(SILENT_S, "silence", node)
         else:
@@ -230,16 +237,21 @@ class World:
         if victim is None:
             return
         del self.ranks[victim[0]]
-        self.training = False
+        self._stand_still()
         self._decide(exits=(RankExit(victim[0], code),))
 
     def _on_hangs(self, _: Any) -> None:
         victim = self._victim()
         if victim and self.training:
-            # Its last word was long ago: the policy hears all ranks but this one.
-            self.now += 2 * BEAT_S + 1.0
-            self._decide(beats=tuple(Beat(rank, "step", self.step) for rank in self.ranks if rank != victim[0]))
+            self.hung = (self.attempt, victim[0])  # all others wait for it; it alone gives no sign of life any more
+            self.totals.hangs += 1
+            self._stand_still()
         self._next("hangs")
+
+    def _stand_still(self) -> None:
+        """A rank of the attempt is out: no step ends any more, and what follows is waste."""
+        self.training = False
+        self.first_down_t = self.now if self.first_down_t is None else self.first_down_t
 
     def _on_drains(self, _: Any) -> None:
         node = self._some_node()
@@ -273,8 +285,7 @@ class World:
                 self.totals.moves += 1
                 self._push(STEP_S + SAVE_S, "saved", self.attempt)
             case KillRanks():
-                self.training = False
-                self.first_down_t = self.now if self.first_down_t is None else self.first_down_t
+                self._stand_still()
                 self._push(0.5, "killed", self.attempt)
             case RecordFault():
                 self.totals.faults += 1
@@ -333,8 +344,11 @@ class World:
         self.training, self.step_t = True, self.now
         if self.first_down_t is not None:
             down_s = self.now - self.first_down_t
-            self.totals.down_s += down_s
-            self.totals.longest_down_s = max(self.totals.longest_down_s, down_s)
+            if self.hung[0] == attempt - 1:
+                self.totals.longest_hang_s = max(self.totals.longest_hang_s, down_s)
+            else:
+                self.totals.down_s += down_s
+                self.totals.longest_down_s = max(self.totals.longest_down_s, down_s)
             self.first_down_t = None
         for step in (self.step, self.step + 1):
             self._decide(beats=tuple(Beat(rank, "step", step) for rank in self.ranks))
@@ -349,8 +363,10 @@ class World:
 
     def _on_beats(self, _: Any) -> None:
         self._push(BEAT_S, "beats")
-        if self.training:
-            self._decide(beats=tuple(Beat(rank, "step", self.step) for rank in self.ranks))
+        hangs = self.hung[0] == self.attempt and self.state.phase is Phase.RUNNING
+        if self.training or hangs:
+            silent = self.hung[1] if hangs else None
+            self._decide(beats=tuple(Beat(rank, "step", self.step) for rank in self.ranks if rank != silent))
 
     def _on_standbys(self, attempt: int) -> None:
         if attempt == self.attempt:
@@ -358,9 +374,9 @@ class World:
 
     def _on_saved(self, attempt: int) -> None:
         """The ranks were asked to save and end, and did."""
-        if attempt != self.attempt or self.state.phase is not Phase.RUNNING or not self.state.moving:
+        if attempt != self.attempt or not self.training or not self.state.moving:
             return
-        self.training, self.first_down_t = False, self.now
+        self._stand_still()
         self.committed = self.step
         ended = tuple(RankExit(rank, 5) for rank in self.ranks)
         self.ranks = {}
