@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from pretrain.config import load_config
 from pretrain.faults import VARIABLE
 from pretrain.metrics.history import decode_records
 from pretrain.rundir import RunDirectory
 from tests.cluster.hosts import Hosts
-from tests.cluster.measure import THREE_RANKS, lose_two
+from tests.cluster.measure import REAL_RANKS, THREE_RANKS, lose_two
+from tests.cluster.scene import HostScene, host_scene
 from tests.ranks import run_ranks
 from tests.tiny import build_tiny, steps_of
 from tests.train.rank_programs import trainings
@@ -44,3 +47,35 @@ def test_hosts_that_are_lost_cut_and_come_back_cost_no_row_and_no_step_and_the_l
     assert [torn[step]["data_digest"] for step in whole] == [whole[step]["data_digest"] for step in whole]
     for step in whole:
         assert torn[step]["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5), step
+
+
+def test_a_first_rank_that_is_cut_off_in_its_saves_writes_nothing_once_others_have_taken_over(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """It lives on for some seconds, sees the run's directory, and would like to write its metrics and checkpoints."""
+    tiny = build_tiny(tmp_path)
+    words = tiny.decoder(
+        "name=torn", *THREE_RANKS, "schedule.total_steps=1e6", "cluster.min_ranks=1", "cluster.backoff_s=0.1",
+        "checkpoint.every_steps=1", "checkpoint.keep_last=100000",
+    )  # fmt: skip
+    with host_scene(hosts, load_config(words[0], words[1:]), tmp_path, REAL_RANKS) as play:
+        play.wait_for(lambda: len(play.events("committed")) > 5, 200.0)
+        first = play.pids(1)[0]
+        (host,) = [host for host in (1, 2, 3) if first in hosts.pids(host)]
+        cut_t = time.time()
+        play.nodes.cut(host)
+        play.wait_for(lambda: len(play.events("attempt_started")) == 2, 60.0)
+        taken_over, alive = written_by_the_first(play), first in hosts.pids(host)
+        assert [name for name in taken_over if "a001" in name]
+        assert [name for name in taken_over if name.endswith("attempt-001.jsonl")]
+        play.wait_for(lambda: not hosts.pids(host), 60.0)
+        print(f"all of the cut host's processes were gone after {time.time() - cut_t:.1f} s")
+        play.wait_for(lambda: len(play.steps(2)) > 20, 200.0)
+        assert alive  # or there would have been nothing to keep from writing
+        assert written_by_the_first(play) == taken_over
+        assert play.steps(2)[0]["step"] <= play.steps(1)[-1]["step"] + 1
+
+
+def written_by_the_first(play: HostScene) -> dict[str, tuple[int, int]]:
+    """What attempt 1 has put into the run's directory; its logs apart, where it may say why it ends."""
+    return {name: what for name, what in play.of_attempt(1).items() if "/logs/" not in name}
