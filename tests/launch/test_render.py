@@ -207,6 +207,21 @@ def test_rays_schema_would_find_a_mistake() -> None:
         jsonschema.validate({**body, "max_wrokers": 3}, ray_schema())
 
 
+@pytest.mark.parametrize("spot", [False, True])
+def test_aws_would_take_the_machines_as_they_are_written(spot: bool) -> None:
+    """Ray's schema leaves `node_config` free; Ray hands it to RunInstances, whose shape botocore knows."""
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
+    kinds = yaml.safe_load(rendered("ray", launcher={**CLUSTER["launcher"], "spot": spot}))["available_node_types"]
+    for kind in kinds.values():
+        request = {**kind["node_config"], "MinCount": 1, "MaxCount": 1}
+        assert ParamValidator().validate(request, shape).generate_report() == ""
+        for mistake in ({"InstanceTyp": "c5.large"}, {"BlockDeviceMappings": [{"Ebs": {"VolumeSize": "100"}}]}):
+            assert ParamValidator().validate(request | mistake, shape).has_errors()
+
+
 def test_spare_capacity_is_for_training_nodes_and_never_for_the_head() -> None:
     aws = yaml.safe_load(rendered("ray", launcher={**CLUSTER["launcher"], "spot": True}))["available_node_types"]
     assert aws["ranks"]["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
