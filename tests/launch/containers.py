@@ -20,27 +20,40 @@ from tests.launch.runs import ROOT
 
 PROGRAMS = ("buildah", "podman", "runc", "mmdebstrap")
 BASE = "localhost/pretrain-base:debian"
-IMAGE = "localhost/pretrain-test:cpu"
 
 # podman wants limits and scores set that a container host without CAP_SYS_RESOURCE cannot set; runc without them runs.
 _RUNTIME = """\
 #!{python}
 import json, os, sys
 words = sys.argv[1:]
-if "create" in words or "run" in words:
-    folder = "."
+
+
+def value_of(*names, otherwise=None):
     for index, word in enumerate(words):
-        if word in ("--bundle", "-b"):
-            folder = words[index + 1]
-        elif word.startswith("--bundle="):
-            folder = word.split("=", 1)[1]
-    path = os.path.join(folder, "config.json")
+        if word in names:
+            return words[index + 1]
+        for name in names:
+            if word.startswith(name + "="):
+                return word.split("=", 1)[1]
+    return otherwise
+
+
+def spare(process):
+    for key in ("rlimits", "oomScoreAdj"):
+        process.pop(key, None)
+    for kind, names in (process.get("capabilities") or {{}}).items():
+        process["capabilities"][kind] = [name for name in names if name != "CAP_SYS_RESOURCE"]
+
+
+path = None
+if "create" in words or "run" in words:
+    path = os.path.join(value_of("--bundle", "-b", otherwise="."), "config.json")
+elif "exec" in words:
+    path = value_of("--process", "-p")
+if path:
     with open(path) as stream:
         config = json.load(stream)
-    for key in ("rlimits", "oomScoreAdj"):
-        config["process"].pop(key, None)
-    for kind, names in config["process"].get("capabilities", {{}}).items():
-        config["process"]["capabilities"][kind] = [name for name in names if name != "CAP_SYS_RESOURCE"]
+    spare(config.get("process", config))
     with open(path, "w") as stream:
         json.dump(config, stream)
 os.execv("{runc}", ["runc", *words])
@@ -62,15 +75,16 @@ def run(*words: str, timeout_s: float = 600.0, **environment: str) -> subprocess
     return done
 
 
-def build_image() -> str:
-    """The CPU image of this tree; gives its name. Layers that did not change are taken from the last build."""
+def build_image(target: str = "cpu") -> str:
+    """The image of this tree for a device; gives its name. Layers that did not change are from the last build."""
+    image = f"localhost/pretrain-test:{target}"
     if subprocess.run(["buildah", "inspect", "--type", "image", BASE], capture_output=True).returncode:
         _make_base()
     with tempfile.TemporaryDirectory() as folder:
         mounts = _pip_mounts(Path(folder))
-        words = ["build", "--layers", "--format", "docker", "-f", "docker/Dockerfile", "--target", "cpu"]
-        run("buildah", *words, "--build-arg", f"BASE={BASE}", *mounts, "-t", IMAGE, ".", timeout_s=1500.0)
-    return IMAGE
+        words = ["build", "--layers", "--format", "docker", "-f", "docker/Dockerfile", "--target", target]
+        run("buildah", *words, "--build-arg", f"BASE={BASE}", *mounts, "-t", image, ".", timeout_s=1500.0)
+    return image
 
 
 def _make_base() -> None:
