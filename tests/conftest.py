@@ -39,6 +39,8 @@ if not os.environ.get("PRETRAIN_NO_TYPE_HOOK"):
 
 # Tests that start ranks, agents or servers, or measure time, run one after another; beside them run the others.
 _ONE_BY_ONE = {"chaos", "launch", "prove", "train"}
+_COMPUTE_ONLY = {"test_moves.py", "test_plan.py", "test_policy.py", "test_render.py", "test_render_kuberay.py",
+                 "test_simulation.py"}  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -49,7 +51,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class ByFolder(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return "one by one" if path.split("/")[-2] in _ONE_BY_ONE else path
+            *_, folder, file = path.split("/")
+            return "one by one" if folder in _ONE_BY_ONE and file not in _COMPUTE_ONLY else path
 
     return ByFolder(config, log)
 

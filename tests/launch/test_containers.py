@@ -98,6 +98,14 @@ def test_tokenizer_shards_and_training_run_in_the_image(image: str, folders: dic
     doctor = podman("run", "--rm", *mounts, image, "checkpoint", "verify", "tiny-decoder")
     assert "step-00000008" in doctor
     assert (folders["runs"] / "tiny-decoder").stat().st_uid == USER
+    # The quickstart's model and batch as the image brings them, for three steps.
+    words = [
+        "tokenizer=/runs/tokenizer.json", "data.sources.python.path=/runs/text",
+        "data.validation.python.path=/runs/text", "eval.every_steps=none",
+        "schedule.total_steps=3", "schedule.warmup_steps=1", "schedule.decay_steps=1",
+    ]  # fmt: skip
+    output = podman("run", "--rm", *mounts, image, "train", "configs/quickstart.yaml", *words, timeout_s=300.0)
+    assert "completed at step 3" in output
 
 
 def prepare(podman: Podman, image: str, mounts: list[str]) -> None:
