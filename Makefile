@@ -24,12 +24,12 @@ install: $(STAMP)  ## make .venv with everything in it; does nothing when it is 
 $(STAMP): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: PYTHON=$(PYTHON) is missing or older than 3.11. Set PYTHON: make install PYTHON=/path/to/python3.11" >&2; exit 2; }
-	@echo "== install: packages into $(VENV) (one to three minutes)"
+	@echo "== install: packages into $(VENV) (one to five minutes)"
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	@touch $@
 
-quickstart: $(STAMP)  ## real text to a trained model on this machine, under 8 minutes
+quickstart: $(STAMP)  ## real text to a trained model on this machine, 4 to 10 minutes
 	@$(BIN)/python -m launch.quickstart
 
 quickstart-translation: $(STAMP)  ## messages of programs, English to German: pairs, training, translations, BLEU
