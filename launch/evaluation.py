@@ -128,7 +128,8 @@ def _config_for(trained: Trained, sources: Mapping[str, str], max_rows: int | No
 
 
 def _plain_config(trained: Trained, sources: Mapping[str, str]) -> RunConfig:
-    """What an exported model is measured by: next tokens for a decoder, targets of pairs for an encoder-decoder."""
+    """What an exported model is measured by: its objective; where nobody knows it, next tokens for a decoder. Pairs
+    are always measured by their targets."""
     if not sources:
         raise UserError(
             f"{trained.where} is an exported model and knows no data. A loss needs held-out sources. "
@@ -143,6 +144,7 @@ def _plain_config(trained: Trained, sources: Mapping[str, str]) -> RunConfig:
     pairs = manifest.kind == "pairs"
     longest = min(_ROW_TOKENS, getattr(trained.config, "max_length", _ROW_TOKENS))
     length = manifest.target_capacity if pairs else math.gcd(manifest.block_tokens, 1 << (longest.bit_length() - 1))
+    known = trained.objective.model_dump() if trained.objective and trained.objective.kind != "seq2seq" else None
     named = {name: {"path": path} for name, path in sources.items()}
     return RunConfig.model_validate(
         {
@@ -150,7 +152,7 @@ def _plain_config(trained: Trained, sources: Mapping[str, str]) -> RunConfig:
             "seed": 0,
             "tokenizer": "tokenizer.json",
             "data": {"sources": named, "validation": named},
-            "objective": {"kind": "seq2seq" if pairs else "causal_lm"},
+            "objective": {"kind": "seq2seq"} if pairs else known or {"kind": "causal_lm"},
             "model": trained.config.model_dump(),
             "batch": {
                 "global_batch_size": 4,

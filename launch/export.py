@@ -1,8 +1,9 @@
 """`pretrain checkpoint export RUN --out DIR`, and `average`: weights as a directory that transformers loads.
 
 Takes a run and checkpoints → config.json, safetensors (sharded above 5 GB), tokenizer.json,
-tokenizer_config.json, origin.json (which checkpoints they are or are the mean of) and, where the model has rows
-that no token has, generation_config.json, which keeps them from being written. All appear together or not at all.
+tokenizer_config.json, origin.json (which checkpoints they are or are the mean of), objective.json (what they were
+trained by, so that `pretrain` asks them as it asks the run; transformers does not read it) and, where the model has
+rows that no token has, generation_config.json, which keeps them from being written. All appear together or not at all.
 Checkpoints are verified as they are read, and not deleted meanwhile. One weight at a time is in memory.
 """
 
@@ -22,6 +23,9 @@ from pretrain.log import Log
 if TYPE_CHECKING:
     from pretrain.data.tokenizer import Tokenizer
     from pretrain.store import Store
+
+
+OBJECTIVE_FILE = "objective.json"
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -71,6 +75,7 @@ def _write(args: argparse.Namespace, choose: Callable[[Store], list[str]]) -> in
         (partial / "tokenizer.json").write_bytes(tokenizer.to_bytes())
         _write_json(partial / "tokenizer_config.json", _tokenizer_config(tokenizer))
         _write_json(partial / "origin.json", origin)
+        _write_json(partial / OBJECTIVE_FILE, config.objective.model_dump())
         if unused and config.model.layout != "encoder":
             _write_json(partial / "generation_config.json", _generation_config(partial, unused))
         partial.rename(out)

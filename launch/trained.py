@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from torch import nn
 
+from launch.export import OBJECTIVE_FILE
 from pretrain.checkpoint import newest_checkpoint, read_weights
 from pretrain.checkpoint.average import average_weights, last_checkpoints
 from pretrain.config import RunConfig
+from pretrain.config.objectives import AnyObjective, ObjectiveConfig
 from pretrain.config.schema import AnyModelConfig, LossConfig
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.errors import UserError
@@ -31,6 +34,7 @@ class Trained:
     Attributes:
         where: path or URL, for people.
         run: the run's config; None for an exported directory.
+        objective: that it was trained by; None where nobody knows (models of others).
         checkpoints: whose weights (or whose mean) these are; empty for an exported directory.
     """
 
@@ -39,6 +43,7 @@ class Trained:
     tokenizer: Tokenizer
     where: str
     run: RunConfig | None = None
+    objective: AnyObjective | None = None
     checkpoints: tuple[str, ...] = ()
 
     @property
@@ -49,9 +54,7 @@ class Trained:
     @property
     def writer(self) -> Writer:
         """How it is asked for text, which depends on how it was trained."""
-        objective = None if self.run is None else self.run.objective
-        both_ways = bool(getattr(objective, "bidirectional_prefix", False)) and self.config.layout == "decoder"
-        return Writer(self.model, self.config, self.tokenizer, bidirectional=both_ways)
+        return Writer(self.model, self.config, self.tokenizer, self.objective)
 
 
 def open_trained(target: str, *, checkpoint: str | None = None, average: int | None = None) -> Trained:
@@ -78,7 +81,8 @@ def open_trained(target: str, *, checkpoint: str | None = None, average: int | N
         weights = read_weights(store, names[0])
     where = f"{directory.url}/checkpoints/{names[0]}"
     model = load_weights(config.model, config.loss, weights, where, seed=config.seed)
-    return Trained(model, config.model, tokenizer_of(directory, config), where, config, tuple(names))
+    tokenizer = tokenizer_of(directory, config)
+    return Trained(model, config.model, tokenizer, where, config, config.objective, tuple(names))
 
 
 def _split(target: str) -> tuple[str, str | None]:
@@ -100,7 +104,25 @@ def _open_export(directory: Path, *, named: bool) -> Trained:
         )
     config, weights = import_model(directory)
     model = load_weights(config, LossConfig(), weights, str(directory), seed=0)
-    return Trained(model, config, Tokenizer.load(directory), str(directory))
+    return Trained(model, config, Tokenizer.load(directory), str(directory), objective=_exported_objective(directory))
+
+
+def _exported_objective(directory: Path) -> AnyObjective | None:
+    """What `pretrain checkpoint export` says of the training; None beside models of others.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = directory / OBJECTIVE_FILE
+    if not file.is_file():
+        return None
+    try:
+        objective: AnyObjective = TypeAdapter(ObjectiveConfig).validate_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} says no objective: {error}. It tells how the model is asked. Export it again, or remove the file."
+        ) from None
+    return objective
 
 
 def tokenizer_of(directory: RunDirectory, config: RunConfig) -> Tokenizer:

@@ -6,22 +6,29 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
     from pretrain.generate.beam import BeamOptions
+    from pretrain.generate.prompts import Question
+    from pretrain.generate.text import Generated
 
 DESCRIPTION = """\
-Continues a prompt with a decoder, fills the gap before --suffix, or writes the target of a source text with an
-encoder-decoder. TARGET is a run (its newest checkpoint), RUN:CHECKPOINT, or an exported directory; weights are in
-fp32 on the CPU. Without --prompt and --file the text is read from stdin; with --lines each line is a text of its
-own, and several are written at once. Greedy unless --temperature or --beams is given; the same seed gives the
-same text.
+Continues a prompt with a decoder, fills gaps, or writes the target of a source text with an encoder-decoder. TARGET is
+a run (its newest checkpoint), RUN:CHECKPOINT, or an exported directory; weights are in fp32 on the CPU. Without
+--prompt and --file the text is read from stdin; with --lines each line is a text of its own, and several are written
+at once. Greedy unless --temperature or --beams is given; the same seed gives the same text.
+
+The prompt is given the form that the run's objective trained: fill_in_the_middle fills the gap before --suffix;
+span_corruption and ul2 fill the gaps that --gap marks, which are printed one by one behind the whole text; ul2
+continues a text without gaps. For most tokenizers the space before a word is part of it, so leave it to the gap.
 
   pretrain generate quickstart --prompt 'def main(' --temperature 0.8 --top-p 0.95
-  pretrain generate translation --file sentences.txt --lines --beams 4"""
+  pretrain generate translation --file sentences.txt --lines --beams 4
+  pretrain generate code --prompt 'def add(a, b):' --suffix 'return total'
+  pretrain generate spans --prompt 'The<gap> sat on the<gap>.' --gap '<gap>'"""
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -36,6 +43,15 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     text.add_argument("--prompt", "--source", dest="prompt", metavar="TEXT", help="text to continue or to translate")
     text.add_argument("--file", metavar="PATH", help="read that text from a file")
     parser.add_argument("--suffix", metavar="TEXT", help="what follows the gap (decoders with fill_in_the_middle)")
+    parser.add_argument("--gap", metavar="MARK", help="what marks a gap in the text (span_corruption and ul2)")
+    parser.add_argument(
+        "--mode",
+        choices=("R", "S", "X"),
+        help="task of ul2: R fills gaps, X long or many ones, S continues (default: R with --gap, else S)",
+    )
+    parser.add_argument(
+        "--excerpt", action="store_true", help="the text with gaps goes on: no end-of-text id is put behind it"
+    )
     parser.add_argument("--lines", action="store_true", help="every line is a text of its own")
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="new tokens at most (default 200)")
     parser.add_argument(
@@ -89,8 +105,9 @@ def beam_options(args: argparse.Namespace) -> BeamOptions | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Opens the target, writes, prints the text (after its prompt) or JSON."""
+    """Opens the target, writes, prints texts or JSON."""
     from launch.trained import open_trained
+    from pretrain.generate.prompts import Question
     from pretrain.generate.sampling import SamplingOptions
     from pretrain.generate.text import write_texts
 
@@ -105,19 +122,43 @@ def run(args: argparse.Namespace) -> int:
     texts = [line for line in text.splitlines() if line.strip()] if args.lines else [text]
     trained = open_trained(args.target, checkpoint=args.checkpoint, average=args.average)
     writer = trained.writer
-    prompts = [writer.ids_of(one) if args.suffix is None else writer.gap_ids(one, args.suffix) for one in texts or [""]]
-    written = write_texts(writer, prompts, max_tokens=args.max_tokens, sampling=sampling, beams=beams)
+    questions = [Question(one, args.suffix, args.gap, args.mode, args.excerpt) for one in texts or [""]]
+    written = write_texts(writer, questions, max_tokens=args.max_tokens, sampling=sampling, beams=beams)
     facts = {"run": trained.where if trained.run is None else trained.run.name, "checkpoint": trained.checkpoint}
     rows = []
-    for one, new in zip(texts, written, strict=True):
+    for question, new in zip(questions, written, strict=True):
         if not args.json:
-            whole = new.text if writer.reads_sources else one + new.text + (args.suffix or "")
-            print(whole, flush=True)
-        row = {**facts, "prompt": one, "text": new.text, "tokens": len(new.ids), "ended": new.ended}
+            print(_shown(question, new, reads_sources=writer.reads_sources), flush=True)
+        row: dict[str, Any] = {
+            **facts,
+            "prompt": question.text,
+            "text": new.text,
+            "tokens": len(new.ids),
+            "ended": new.ended,
+        }
+        if new.gaps:
+            row |= {"gaps": list(new.gaps), "filled": _filled(question, new)}
         rows.append(row if new.score is None else {**row, "score": new.score})
     if args.json:
         print(json.dumps(rows if args.lines else rows[0], indent=2, ensure_ascii=False))
     return ExitCode.DONE
+
+
+def _shown(question: Question, new: Generated, *, reads_sources: bool) -> str:
+    """What is printed: the text after its prompt, or the text with its gaps filled and a line for each gap."""
+    if new.gaps:
+        lines = [f"gap {n}: {'(left out)' if gap is None else repr(gap)}" for n, gap in enumerate(new.gaps, 1)]
+        return "\n".join([_filled(question, new), *lines])
+    return new.text if reads_sources else question.text + new.text + (question.suffix or "")
+
+
+def _filled(question: Question, new: Generated) -> str:
+    """The text with what belongs into its gaps; one that the model left out stays marked."""
+    assert question.gap is not None  # only marked gaps have answers
+    first, *others = question.text.split(question.gap)
+    return first + "".join(
+        (question.gap if gap is None else gap) + part for gap, part in zip(new.gaps, others, strict=True)
+    )
 
 
 def _read_text(args: argparse.Namespace) -> str:

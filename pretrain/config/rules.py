@@ -154,8 +154,17 @@ def _sample_rules(evaluation: EvalConfig, model: AnyModelConfig) -> list[str]:
     ]
 
 
-def _translation_rules(evaluation: EvalConfig, model: AnyModelConfig) -> list[str]:
-    if evaluation.translation is None or model.layout == "encoder_decoder":
+def _translation_rules(evaluation: EvalConfig, model: AnyModelConfig, objective: ObjectiveConfig) -> list[str]:
+    if evaluation.translation is None:
+        return []
+    modes = {d.mode for d in objective.denoisers.values()} if objective.kind == "ul2" else {"S"}
+    if objective.kind == "span_corruption" or "S" not in modes:
+        return [
+            f"eval.translation does not fit objective.kind={objective.kind}"
+            f"{' without a denoiser of mode S' if objective.kind == 'ul2' else ''}. Such a model fills gaps and writes "
+            "no target of a whole source. Remove it or set objective.kind=seq2seq."
+        ]
+    if model.layout == "encoder_decoder":
         return []
     return [
         f"eval.translation does not fit model.family={model.family}. Pairs are translated by encoder-decoders. "
@@ -271,7 +280,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("objective", "batch", "data"), _room_rules),
     (("model", "objective", "batch", "data"), _position_rules),
     (("eval", "data"), _eval_rules),
-    (("eval", "model"), _translation_rules),
+    (("eval", "model", "objective"), _translation_rules),
     (("eval", "model"), _sample_rules),
     (("model",), model_rules),
     (("model",), rope_rules),

@@ -322,6 +322,11 @@ class SamplesEvalConfig(Section):
     top_p: PositiveReal = setting(
         "only the most likely tokens whose probability reaches it", resume="free", default=0.95, le=1.0
     )
+    gap: Text | None = setting(
+        "text that marks a gap in the prompts (objectives span_corruption and ul2); none means no gaps",
+        resume="free",
+        default=None,
+    )
     attention_maps: Flag = setting(
         "draw what the heads look at in the first prompt, as plots/attention-step-….png", resume="free", default=False
     )

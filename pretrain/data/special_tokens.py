@@ -6,6 +6,7 @@ an error that names what is missing and the option of `pretrain tokenizer train`
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,12 @@ def sentinel_ids(special_ids: Mapping[str, int], count: int, why: str) -> tuple[
             f"span of a document has its own. Train one with `pretrain tokenizer train … --sentinels {count}` and "
             "build the data with it, or set a shorter batch.sequence_length."
         )
+    return tuple(special_ids[name] for name in names)
+
+
+def all_sentinels(special_ids: Mapping[str, int]) -> tuple[int, ...]:
+    """Ids of as many sentinels as there are, in their order; none in most tokenizers."""
+    names = itertools.takewhile(special_ids.__contains__, map(SENTINEL_NAME.format, itertools.count()))
     return tuple(special_ids[name] for name in names)
 
 

@@ -72,8 +72,8 @@ def translate(writer: Writer, pairs: Sequence[Pair], *, max_tokens: int, beams: 
             f"model.family={writer.config.family} translates nothing. Pairs are translated by encoder-decoders. "
             "Evaluate a run of one."
         )
-    prompts = [writer.ids_of(pair.source) for pair in pairs]
-    written = write_texts(writer, prompts, max_tokens=max_tokens, sampling=SamplingOptions(), beams=beams)
+    sources = [pair.source for pair in pairs]
+    written = write_texts(writer, sources, max_tokens=max_tokens, sampling=SamplingOptions(), beams=beams)
     for pair, one in zip(pairs, written, strict=True):
         yield Sample(pair.source, pair.target, one.text.strip())
 

@@ -21,8 +21,9 @@ from pretrain.errors import PretrainError
 from pretrain.generate.attention import inspect_attention
 from pretrain.generate.attention_picture import draw_inspection, last_layers
 from pretrain.generate.load import load_weights
+from pretrain.generate.prompts import Question
 from pretrain.generate.sampling import SamplingOptions
-from pretrain.generate.text import Writer, stream_ids
+from pretrain.generate.text import Writer, answer_of, stream_ids
 from pretrain.topology import World
 
 
@@ -31,7 +32,7 @@ class Samples:
     """What rank 0 has; elsewhere nothing.
 
     Attributes:
-        lines: one JSON object per prompt: `prompt` and `text`, or `prompt` and `error`.
+        lines: one JSON object per prompt: `prompt` and `text` (and `gaps`), or `prompt` and `error`.
         maps: a PNG of the first prompt's attention, if wanted.
     """
 
@@ -64,8 +65,7 @@ def write_samples(
         if world.is_main:
             whole = {name: weight.detach().to("cpu", torch.float32) for name, weight in weights.items()}
             model = load_weights(config.model, config.loss, whole, "the engine", seed=config.seed)
-            both_ways = bool(getattr(config.objective, "bidirectional_prefix", False))
-            writer = Writer(model, config.model, tokenizer, both_ways and config.model.layout == "decoder")
+            writer = Writer(model, config.model, tokenizer, config.objective)
     lines: list[str] = []
     for number, prompt in enumerate(wanted.prompts):
         beat()
@@ -80,11 +80,14 @@ def write_samples(
 def _write(writer: Writer, wanted: SamplesEvalConfig, prompt: str, alive: Callable[[], None], *, seed: int) -> str:
     sampling = SamplingOptions(wanted.temperature, None, wanted.top_p, seed)
     ids: list[int] = []
+    body: dict[str, object]
     try:
-        for token in stream_ids(writer, prompt, sampling=sampling, max_tokens=wanted.max_tokens):
+        question = Question(prompt, gap=wanted.gap)
+        for token in stream_ids(writer, question, sampling=sampling, max_tokens=wanted.max_tokens):
             alive()
             ids.append(token)
-        body = {"text": writer.tokenizer.decode(ids)}
+        answer = answer_of(writer, writer.prompt(question), ids, ended=len(ids) < wanted.max_tokens)
+        body = {"text": answer.text, **({"gaps": answer.gaps} if answer.gaps else {})}
     except PretrainError as error:
         body = {"error": str(error)}
     return json.dumps({"prompt": prompt, **body}, ensure_ascii=False) + "\n"

@@ -63,7 +63,7 @@ def translate_held_out(
     with engine.gathered_weights() as weights:
         whole = {name: weight.detach().to("cpu", torch.float32) for name, weight in weights.items()}
         model = load_weights(config.model, config.loss, whole, "the engine", seed=config.seed)
-    writer = Writer(model, config.model, tokenizer)
+    writer = Writer(model, config.model, tokenizer, config.objective)
     beams = None if wanted.num_beams == 1 else BeamOptions(wanted.num_beams, wanted.length_penalty)
     mine = pairs[world.rank :: world.size]
     samples: list[Sample] = []

@@ -32,6 +32,20 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         {"objective": {"kind": "span_corruption", "min_document_tokens": 32}},
         "objective.min_document_tokens=32 leaves nothing to learn in rows of batch.sequence_length=32",
     ),
+    (
+        {"objective": {"kind": "span_corruption"}, "eval.translation": {"pairs": "a.jsonl", "every_steps": 1}},
+        "eval.translation does not fit objective.kind=span_corruption. .* set objective.kind=seq2seq",
+    ),
+    (
+        {
+            "objective": {
+                "kind": "ul2",
+                "denoisers": {"a": {"mode": "R", "noise_density": 0.2, "mean_span_tokens": 3}},
+            },
+            "eval.translation": {"pairs": "a.jsonl", "every_steps": 1},
+        },
+        "eval.translation does not fit objective.kind=ul2 without a denoiser of mode S",
+    ),
     ({"batch.source_length": 8}, "batch.source_length=8 has no effect with objective.kind=causal_lm"),
     ({"eval.every_steps": 5}, "eval.every_steps=5 has no effect without data.validation"),
     ({"model.width": 30}, "model.width=30 is not a multiple of model.num_heads=4"),

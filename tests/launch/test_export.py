@@ -10,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from launch import cli
+from launch.trained import open_trained
 from pretrain.checkpoint import list_checkpoints, read_weights
+from pretrain.config.schema import PrefixLMObjective
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.rundir import RunDirectory
 from tests.ranks import run_ranks
@@ -25,6 +27,7 @@ def test_transformers_loads_what_was_trained(
     add_pairs(tiny, [(f"the cat sees {number}", f"a dog finds {number}") for number in range(60)])
     short = ("schedule.total_steps=2", "schedule.warmup_steps=1")
     runs = [tiny.decoder("name=small", *short), tiny.encoder_decoder("name=translator", *short)]
+    runs.append(tiny.decoder("name=prefix", "objective.kind=prefix_lm", "optimizer.learning_rate=0.1", *short))
     run_ranks(trainings, ranks=1, arguments={"runs": runs, "home": str(tmp_path)}, timeout_s=120)
     monkeypatch.setenv("PRETRAIN_HOME", str(tmp_path))
     out = tmp_path / "hf"
@@ -52,6 +55,24 @@ def test_transformers_loads_what_was_trained(
     assert cli.main(half) == 2
     assert "exists. An export never overwrites" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir() if ".export-" in path.name) == []
+    _an_export_is_asked_as_its_run(tmp_path, capsys)
+
+
+def _an_export_is_asked_as_its_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix LM sees its prompt in both directions, also where only the exported directory is left."""
+    out = folder / "prefix-hf"
+    assert cli.main(["checkpoint", "export", "prefix", "--out", str(out)]) == 0
+    assert json.loads((out / "objective.json").read_text()) == {"kind": "prefix_lm", "bidirectional_prefix": True}
+    AutoModelForCausalLM.from_pretrained(out)
+    AutoTokenizer.from_pretrained(out)
+    run, export = open_trained("prefix"), open_trained(str(out))
+    assert run.objective == export.objective == PrefixLMObjective()
+    ids = run.writer.prompt("the cat sees a tree under the house").ids
+    both, exported = (writer.begin([ids], 1).logits for writer in (run.writer, export.writer))
+    assert torch.equal(both, exported)
+    (out / "objective.json").unlink()
+    causal = open_trained(str(out)).writer.begin([ids], 1).logits
+    assert not torch.allclose(both, causal, atol=1e-4)
 
 
 def test_rows_without_a_token_are_told_and_never_come_out_in_transformers(

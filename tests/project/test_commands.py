@@ -44,7 +44,9 @@ COMMANDS = {
     "data verify": ["--json", "--threads", "-h"],
     "dashboard": ["--home", "--host", "--port", "-h"],
     "doctor": ["--json", "-h"],
-    "generate": ["--average", "--beams", "--checkpoint", "--json", "--suffix", "-h"],
+    "generate": [
+        *("--average", "--beams", "--checkpoint", "--excerpt", "--gap", "--json", "--mode", "--suffix", "-h"),
+    ],
     "evaluate": ["--average", "--checkpoint", "--data", "--json", "--pairs", "-h"],
     "inspect attention": ["--checkpoint", "--json", "--layer", "--out", "--prompt", "--target", "-h"],
     "list": ["--json", "-h"],
