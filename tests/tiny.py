@@ -32,8 +32,15 @@ class Tiny:
 
     def decoder(self, *overrides: str) -> list[str]:
         """Arguments of `python -m pretrain` or `pretrain train`: the tiny decoder on this text."""
+        return self._on_text("tiny-decoder", *overrides)
+
+    def moe(self, *overrides: str) -> list[str]:
+        """The same for the tiny mixture of experts."""
+        return self._on_text("tiny-moe", *overrides)
+
+    def _on_text(self, config: str, *overrides: str) -> list[str]:
         return [
-            str(CONFIGS / "tiny-decoder.yaml"),
+            str(CONFIGS / f"{config}.yaml"),
             f"tokenizer={self.tokenizer}",
             f"data.sources.text.path={self.folder / 'text' / 'train'}",
             f"data.validation.text.path={self.folder / 'text' / 'validation'}",

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from pretrain.config import load_config
-from pretrain.config.schema import DecoderConfig, EncoderConfig, EncoderDecoderConfig, GPT2Config, RunConfig
+from pretrain.config.schema import (
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+    GPT2Config,
+    MoEConfig,
+    RunConfig,
+)
 from pretrain.model.registry import build_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,11 +29,13 @@ def parameters_by_hand(config: RunConfig) -> int:
     """Counted from the shapes on paper, not from the module."""
     model, width, hidden = config.model, config.model.width, config.model.feed_forward_width
     embedding = model.vocabulary_size * width
-    if isinstance(model, DecoderConfig):
+    if isinstance(model, DecoderConfig | MoEConfig):
         head = model.head_width or width // model.num_heads
         queries, keys = model.num_heads * head, (model.num_kv_heads or model.num_heads) * head
         layer = width * queries + 2 * width * keys + queries * width  # q, k and v, output
-        layer += 3 * width * hidden + 2 * width  # SwiGLU, two norms
+        experts = model.num_experts if isinstance(model, MoEConfig) else 1
+        layer += experts * 3 * width * hidden + 2 * width  # SwiGLU, two norms
+        layer += experts * width if experts > 1 else 0  # router
         layer += 2 * head if model.qk_norm else 0
         return embedding * (1 if model.tied_embeddings else 2) + model.num_layers * layer + width
     attention = 4 * (width * width + width)
