@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 
 from benchmarks.result import CPU_TIME, as_json, as_table
@@ -27,6 +28,8 @@ BENCHMARKS = {
     "plan": (1, "planned memory against measured peaks; planned speed against published training reports"),
     "metrics": (1, "what a logged step, and one with norms by layer, adds to a step of the quickstart's model"),
     "dashboard": (1, "pages and memory of the dashboard over 1,000 runs of 100,000 records"),
+    "translate": (2, "BLEU of the paper's architecture against transformers' Marian, trained for the same time"),
+    "follow": (2, "losses of T5, BERT and Llama-like runs beside transformers' models trained on the same rows"),
     "startup": (1, "pretrain train and submit to the first finished step, by phase"),
 }
 _CHILD = "PRETRAIN_BENCHMARK_CHILD"
@@ -53,6 +56,7 @@ def main() -> int:
         environment |= {CPU_TIME: "1"} if arguments.cpu_time else {}
         # In this very process, so that whoever ends it (a time limit) leaves nothing behind.
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], environment)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started is ended on the way out
     flags = ["--quick"] * arguments.quick + ["--cpu-time"] * arguments.cpu_time
     flags += [f"--part {arguments.part}"] if arguments.part else []
     command = " ".join(["python -m benchmarks", arguments.name, *flags])
