@@ -29,6 +29,7 @@ from pretrain.rundir import EventKind, JournalWriter, Lease, ProcessIdentity, Ru
 from pretrain.store import remove_leftovers
 
 CONTROLLER_LOG = "logs/controller.log"
+EVALUATOR_LOG = "logs/evaluator.log"
 RANK_COMMAND_VARIABLE = "PRETRAIN_RANK_COMMAND"  # JSON list; tests put ranks there that do not train
 AGENT_SILENT_S = 3.0
 # On the controller's own host silence is a busy machine, not a cut cable: a dead agent closes its connection.
@@ -128,7 +129,10 @@ def controlled(
     try:
         limits = limits_of(config, one_host=one_host)
         with exported_through_ray(run, log, wanted=config.metrics.prometheus.through_ray):
-            yield Controller(run, lease, crew, limits, host=socket.gethostname(), log=log, on_look=on_look)
+            measured = config.eval.checkpoints
+            finish_s = measured.finish_s if measured else 0.0
+            host = socket.gethostname()
+            yield Controller(run, lease, crew, limits, host=host, log=log, finish_s=finish_s, on_look=on_look)
     finally:
         crew.close()
 
@@ -140,7 +144,12 @@ class RunLogs:
         self._run = run
 
     def of(self, attempt: int, rank: int) -> dict[str, str | None]:
-        key = self._run.log_key(attempt, rank)
+        return self._place(self._run.log_key(attempt, rank))
+
+    def of_evaluator(self) -> dict[str, str | None]:
+        return self._place(EVALUATOR_LOG)
+
+    def _place(self, key: str) -> dict[str, str | None]:
         path = self._run.store.local_path(key)
         return {"log": str(path) if path else None, "log_url": self._run.url, "log_key": key}
 

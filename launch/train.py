@@ -87,7 +87,7 @@ def _train(run: RunDirectory, config: RunConfig, changes: list[ConfigChange], *,
     with (
         hold_run(run, changes, purpose="pretrain train", takeover=takeover, log=log) as lease,
         _Signals() as signals,
-        local_ray(cluster.num_ranks, cluster.device) as its_ray,
+        local_ray(cluster.num_ranks + cluster.spare_ranks, cluster.device) as its_ray,
     ):
         from launch.agents.ray_nodes import RayNodes
 

@@ -6,6 +6,7 @@ Takes the words of a command → a model in fp32 on the CPU, its tokenizer, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,13 +73,23 @@ def open_trained(target: str, *, checkpoint: str | None = None, average: int | N
             f"{target} names a checkpoint, and so does an option. One is used. Leave out --checkpoint and --average."
         )
     directory = RunDirectory.locate(run)
-    store, config = directory.checkpoints, directory.config()
+    store = directory.checkpoints
     if average is not None:
-        names = last_checkpoints(store, average)
-        weights = average_weights(store, names)
-    else:
-        names = [named or checkpoint or newest_checkpoint(store)]
-        weights = read_weights(store, names[0])
+        return open_checkpoints(directory, directory.config(), last_checkpoints(store, average))
+    return open_checkpoints(directory, directory.config(), [named or checkpoint or newest_checkpoint(store)])
+
+
+def open_checkpoints(directory: RunDirectory, config: RunConfig, names: Sequence[str]) -> Trained:
+    """A checkpoint of a run, or the mean of several.
+
+    Args:
+        names: newest first.
+
+    Raises:
+        CheckpointError: one is absent, damaged or of another model.
+    """
+    store = directory.checkpoints
+    weights = read_weights(store, names[0]) if len(names) == 1 else average_weights(store, names)
     where = f"{directory.url}/checkpoints/{names[0]}"
     model = load_weights(config.model, config.loss, weights, where, seed=config.seed)
     tokenizer = tokenizer_of(directory, config)

@@ -1,7 +1,7 @@
 """The agent of a node: starts rank processes, passes their heartbeats and exit codes on, kills them.
 
-Takes orders of the controller over TCP (reserve, start, standby, word, kill, bye) → sends port, spawned,
-lines, exit, standbys, note. One thread does everything, because ranks die with the thread that spawned
+Takes orders of the controller over TCP (reserve, start, standby, evaluate, word, kill, bye) → sends port, spawned,
+lines, exit, standbys, evaluated, note. One thread does everything, because ranks die with the thread that spawned
 them. Invariants: the exit of a rank is on its way to the controller within milliseconds (pidfd); when the
 controller is gone, or silent for 10 s, every process is killed and the agent ends. Own design (DESIGN
 section 7).
@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 import pretrain
+from launch.agents.evaluator import EvaluatorProcess
 from launch.agents.process import RankOrder
 from launch.agents.ranks import Ranks
 from launch.agents.spool import LogSpool
@@ -55,6 +56,7 @@ class Agent:
         inherited = rank_environment_of(os.environ, address)
         self._standbys = Standbys(inherited, self._selector, self._send)
         self._ranks = Ranks(inherited, self._standbys, self._selector, self._send)
+        self._evaluator = EvaluatorProcess(inherited, self._selector, self._send)
 
     def run(self) -> None:
         """Connects and serves; returns when all is over. Must stay on the thread that called it."""
@@ -68,6 +70,7 @@ class Agent:
         finally:
             self._ranks.close()
             self._standbys.close()
+            self._evaluator.close()
             if self._spool:
                 self._spool.close()
             self._channel.close()
@@ -112,6 +115,10 @@ class Agent:
             case "standby":
                 order = StandbyOrder(int(message["count"]), _command(message), message["environment"])
                 self._standbys.want(order)
+            case "evaluate" if message["run"] is None:
+                self._evaluator.stop()
+            case "evaluate":
+                self._evaluator.start(str(message["run"]), message["environment"], self._log_of(message))
             case "word":
                 self._ranks.say(str(message["word"]))
             case "stacks":
@@ -147,12 +154,12 @@ class Agent:
         listener, self._listener = self._listener, None
         self._ranks.start(orders, listener)
 
-    def _log_of(self, rank: Mapping[str, Any]) -> Path:
-        if rank["log"] is not None:
-            return Path(rank["log"])
+    def _log_of(self, order: Mapping[str, Any]) -> Path:
+        if order["log"] is not None:
+            return Path(order["log"])
         if self._spool is None:
             self._spool = LogSpool(lambda url, key, data: open_store(url).put(key, data))
-        return self._spool.add(rank["log_url"], rank["log_key"])
+        return self._spool.add(order["log_url"], order["log_key"])
 
     def _send(self, rank: int, kind: str, /, **fields: Any) -> None:
         if kind == "exit" and self._spool:

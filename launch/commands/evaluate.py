@@ -15,6 +15,7 @@ with --data), and with --pairs BLEU and chrF of its translations. TARGET is a ru
 RUN:CHECKPOINT, or an exported directory; --average takes the mean weights of the newest N checkpoints.
 
   pretrain evaluate quickstart
+  pretrain evaluate quickstart --follow        beside a run, on any machine that sees it; kept in its evaluations/
   pretrain evaluate translation --average 5 --pairs test.jsonl --beams 4 --samples translations.jsonl"""
 
 
@@ -40,6 +41,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_beam_arguments(parser)
     parser.add_argument("--samples", metavar="FILE", help="keep every translation there, as lines of JSON")
     parser.add_argument("--show", type=int, default=5, metavar="N", help="translations to print (default 5)")
+    parser.add_argument(
+        "--follow", action="store_true", help="measure every checkpoint, new ones as they come, until the run has ended"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler="launch.commands.evaluate:run")
 
@@ -53,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    if args.follow:
+        return _follow(args)
     sources = dict(_named(text) for text in args.data)
     beams = beam_options(args)
     pairs = None
@@ -70,6 +76,33 @@ def run(args: argparse.Namespace) -> int:
         if args.samples is not None:
             write_samples(args.samples, result.samples)
     print(json.dumps(result.to_json(), indent=2) if args.json else _text(result, args.show))
+    return ExitCode.DONE
+
+
+def _follow(args: argparse.Namespace) -> int:
+    from launch.evaluator import Evaluator
+    from pretrain.rundir import RunDirectory
+
+    given = [
+        option
+        for option, value in (("--data", args.data), ("--pairs", args.pairs), ("--checkpoint", args.checkpoint),
+                              ("--max-rows", args.max_rows), ("--samples", args.samples), ("--json", args.json))
+        if value
+    ]  # fmt: skip
+    if given:
+        raise UserError(
+            f"{given[0]} does not go with --follow. Every checkpoint is measured on what the run's config names "
+            "(data.validation, eval.max_rows, eval.translation). Leave it out."
+        )
+    run = RunDirectory.locate(args.target)
+    config = run.config()
+    if not config.data.validation and config.eval.translation is None:
+        raise UserError(
+            f"{run.url} has neither data.validation nor eval.translation. It is measured on what was held out. "
+            "Resume the run with one of them, or evaluate it with --data NAME=DIR."
+        )
+    average = args.average or (config.eval.checkpoints.average if config.eval.checkpoints else 1)
+    Evaluator(run, config, average, lambda text: print(text, flush=True)).follow()
     return ExitCode.DONE
 
 

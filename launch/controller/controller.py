@@ -20,6 +20,7 @@ from launch.controller.state import (
     Action,
     AskRanks,
     Cause,
+    Evaluate,
     Fault,
     Finish,
     KillRanks,
@@ -74,6 +75,7 @@ class Workers(Protocol):
     def place(self, num_ranks: int, without: frozenset[str], *, keep: bool) -> None: ...
     def start(self, attempt: int, num_ranks: int) -> None: ...
     def stand_by(self) -> None: ...
+    def evaluate(self) -> None: ...
     def take_stacks(self) -> None: ...
     def say(self, word: str) -> None: ...
     def kill(self) -> None: ...
@@ -100,6 +102,7 @@ def limits_of(config: RunConfig, *, one_host: bool) -> Limits:
         suspect_grace_s=1.0 if one_host else 4.0,
         killed_grace_s=0.0 if one_host else 0.3,
         standbys=cluster.standbys,
+        evaluates=config.eval.checkpoints is not None,
         stop_timeout_s=cluster.stop_grace_s,
         time_limit_s=cluster.time_limit_s,
         spare_ranks=cluster.spare_ranks,
@@ -116,6 +119,7 @@ class Controller:
     Args:
         host: name of the host that the controller runs on, for the journal.
         log: where people read what happens.
+        finish_s: longest wait of a completed run for the measures of its last checkpoint.
         on_look: called after every look, at least every 0.1 s; shows progress.
 
     Requests that are pending when it begins are its own to carry out; whoever starts a run on a person's
@@ -131,8 +135,10 @@ class Controller:
         *,
         host: str,
         log: Log,
+        finish_s: float = 0.0,
         on_look: Callable[[RunState], None] = lambda state: None,
     ) -> None:
+        self._finish_s = finish_s
         self._run, self._lease, self._workers, self._limits = run, lease, workers, limits
         self._host, self._log, self._on_look = host, log, on_look
         self._journal = run.journal(lease)
@@ -168,8 +174,24 @@ class Controller:
         """Controls the run to its end. The crew and the lease stay the caller's to close."""
         while self._state.phase is not Phase.ENDED:
             self.look()
-        assert self._state.outcome is not None
-        return self._state.outcome
+        outcome = self._state.outcome
+        assert outcome is not None
+        if self._state.evaluating and outcome.event == "completed":
+            self._await_evaluator()
+        return outcome
+
+    def _await_evaluator(self) -> None:
+        """The last checkpoint is being measured; whoever asks the run to end is served at once."""
+        self._log.info("the last checkpoint is being measured", longest_s=self._finish_s)
+        deadline = time.monotonic() + self._finish_s
+        self._stop = None
+        while time.monotonic() < deadline and not self._stop and not self._fenced:
+            now = time.monotonic()
+            if self._workers.look(LOOK_S).evaluator_code is not None:
+                return
+            self._check_lease(now)
+            self._check_requests(now)
+        self._log.warning("the last checkpoint was not measured; pretrain evaluate RUN --follow does it later")
 
     def look(self) -> None:
         """One turn: observe, decide, act."""
@@ -194,6 +216,7 @@ class Controller:
             unheard=news.unheard,
             stacks=tuple(news.stacks),
             standbys=news.standbys,
+            evaluator_code=news.evaluator_code,
             committed_step=committed,
             stop=self._stop,
             fenced=self._fenced,
@@ -211,6 +234,8 @@ class Controller:
                 self._start(attempt, num_ranks, why)
             case StandBy():
                 self._workers.stand_by()
+            case Evaluate():
+                self._workers.evaluate()
             case TakeStacks():
                 self._workers.take_stacks()
             case RecordStraggler(attempt, rank, host):

@@ -12,6 +12,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ class LogPlaces(Protocol):
 
     def of(self, attempt: int, rank: int) -> dict[str, str | None]:
         """Fields `log` (local path or None), `log_url` and `log_key` (when not local) of a start order."""
+
+    def of_evaluator(self) -> dict[str, str | None]:
+        """The same for the process that measures checkpoints."""
 
 
 @dataclass(slots=True)
@@ -71,6 +75,7 @@ class News:
     standbys: int | None = None  # slots whose standbys are ready
     standbys_ready: int | None = None  # all that were asked for are ready now; how many
     stacks: list[RankStack] = field(default_factory=list)
+    evaluator_code: int | None = None  # the process that measures checkpoints ended; 0 also where its slot was needed
     unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now
     notes: list[str] = field(default_factory=list)  # what agents have to say to people
 
@@ -100,6 +105,8 @@ class Crew:
         self._places: list[RankPlace] = []
         self._releases: list[threading.Thread] = []  # of slots, under way
         self._standing = False  # standbys were asked for and are not all ready
+        self._evaluator: int | None = None  # the agent whose slot it has
+        self._evaluator_lost = False  # and it is not there any more, which is not told yet
         self._attempt = 0
         self._word: str | None = None  # what the ranks of this attempt were told, for those that start later
         self._looked_t = time.monotonic()
@@ -171,6 +178,8 @@ class Crew:
         """Starts the ranks of an attempt on the agents that were placed."""
         self._attempt, self._word = attempt, None
         self._places = assign_ranks({agent.number: agent.slots for agent in self._agents.values()}, num_ranks)
+        if self._evaluator is not None and self._evaluator not in self._free():
+            self._hub.send(self._evaluator, {"kind": "evaluate", "run": None})
         self._hub.send(self._places[0].agent, {"kind": "reserve", "attempt": attempt})
 
     def stand_by(self) -> None:
@@ -181,6 +190,19 @@ class Crew:
             agent.standbys = 0
             order = {"kind": "standby", "count": agent.slots, "command": command, "environment": environment}
             self._hub.send(agent.number, order)
+
+    def evaluate(self) -> None:
+        """Has a process measure the run's checkpoints on a slot without a rank; its end will be news."""
+        self._evaluator = next(iter(self._free()), None)
+        self._evaluator_lost = self._evaluator is None
+        if self._evaluator is not None:
+            order = {"run": self._setting.run_url, "environment": self._setting.fixed_environment()}
+            self._hub.send(self._evaluator, {"kind": "evaluate", **order, **self._logs.of_evaluator()})
+
+    def _free(self) -> list[int]:
+        """Agents with a slot that no rank has."""
+        taken = Counter(place.agent for place in self._places)
+        return [agent.number for agent in self._agents.values() if agent.slots > taken[agent.number]]
 
     def take_stacks(self) -> None:
         """Asks every rank for its stacks; they will be news."""
@@ -218,6 +240,8 @@ class Crew:
             pass
         self._judge_silence(news)
         self._answer_order(news)
+        if self._evaluator_lost:
+            news.evaluator_code, self._evaluator_lost = 0, False
         return news
 
     def _take(self, number: int, message: dict[str, Any], news: News) -> None:
@@ -239,6 +263,8 @@ class Crew:
             news.notes.append(str(message["message"]))
         elif kind == "standbys":  # also from an agent that has had no rank yet
             self._count_standbys(agent, int(message["ready"]), news)
+        elif kind == "evaluated":
+            news.evaluator_code, self._evaluator = int(message["code"]), None
         elif message.get("attempt") != self._attempt:
             return
         elif kind == "port":
@@ -320,6 +346,8 @@ class Crew:
 
     def _drop(self, agent: AgentView) -> None:
         del self._agents[agent.number]
+        if self._evaluator == agent.number:
+            self._evaluator, self._evaluator_lost = None, True
         self._places = [place for place in self._places if place.agent != agent.number]
         self._hub.drop(agent.number)
         self._release(agent.node)

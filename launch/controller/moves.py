@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launch.controller.state import Action, AskRanks, Limits, Observation, Place, RunState, StandBy
+from launch.controller.state import Action, AskRanks, Evaluate, Limits, Observation, Place, RunState, StandBy
 
 LOOK_AGAIN_S = 10.0  # between two orders for more slots while the ranks train
+EVALUATE_AGAIN_S = 10.0  # after a process that measured checkpoints ended; six times as long after it failed
+EVALUATOR_FAILURES = 3  # in a row, after which there is none any more
 
 Decision = tuple[RunState, list[Action]]
 
@@ -39,11 +41,26 @@ def consider(state: RunState, seen: Observation, now: float, limits: Limits) -> 
     held = seen.held.without(state.quarantined)
     if limits.standbys and held > state.growth.standing:
         return replace(state, growth=replace(state.growth, standing=held)), [StandBy()]
+    if _may_evaluate(state, held, now, limits):
+        return replace(state, evaluating=True), [Evaluate()]
     more = _more_slots(state, seen, held, now, limits)
     if more:
         growth = replace(state.growth, look_t=now + LOOK_AGAIN_S)
         return replace(state, asked=True, growth=growth), [Place(more, state.quarantined, keep=True)]
     return _grow(state, held, now, limits)
+
+
+def evaluator_ended(state: RunState, code: int, now: float) -> RunState:
+    """Its slot was needed, its node is gone, or it failed: there is another one later."""
+    failures = state.evaluator_failures + 1 if code else 0
+    rest_s = 6 * EVALUATE_AGAIN_S if code else EVALUATE_AGAIN_S
+    return replace(state, evaluating=False, evaluate_t=now + rest_s, evaluator_failures=failures)
+
+
+def _may_evaluate(state: RunState, held: int, now: float, limits: Limits) -> bool:
+    """Whether checkpoints are to be measured now: a slot is held that no rank of this attempt has."""
+    wanted = limits.evaluates and not state.evaluating and state.evaluator_failures < EVALUATOR_FAILURES
+    return wanted and now >= state.evaluate_t and held > len(state.ranks)
 
 
 def _why_leave(state: RunState, seen: Observation, limits: Limits) -> str:

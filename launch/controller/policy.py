@@ -14,7 +14,7 @@ from dataclasses import replace
 from launch.controller.blame import ENDED_WELL, UNEXPLAINED, find_fault
 from launch.controller.budgets import charge, over_budget, stopped
 from launch.controller.hangs import doing, find_hang, hear, odd_one_out, report, stragglers, taken
-from launch.controller.moves import consider, leaving_nodes, slots_without
+from launch.controller.moves import consider, evaluator_ended, leaving_nodes, slots_without
 from launch.controller.state import (
     Action,
     AskRanks,
@@ -72,6 +72,8 @@ def _absorb(state: RunState, seen: Observation, now: float, limits: Limits) -> R
         state = replace(state, known_t=now, leaving=leaving_nodes(seen))
     if seen.standbys is not None:
         state = replace(state, growth=replace(state.growth, ready=seen.standbys))
+    if seen.evaluator_code is not None and state.evaluating:
+        state = evaluator_ended(state, seen.evaluator_code, now)
     if seen.committed_step is not None and seen.committed_step > state.committed_step:
         # Progress that is safe: what went wrong before it is forgiven.
         state = replace(state, committed_step=seen.committed_step, failures={}, crash_step=None, crashes=0)
@@ -112,7 +114,7 @@ def _absorb_ranks(state: RunState, seen: Observation, now: float, limits: Limits
 
 def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
     if seen.placed is not None and state.asked:
-        return _start(state, seen, now)
+        return _start(state, seen, now, limits)
     if seen.place_failed is not None:
         state = replace(state, asked=False)
     problem = _no_slots(state, seen, now, limits)
@@ -120,19 +122,21 @@ def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> De
         return _finish(state, Outcome("interrupted", ExitCode.INTERRUPTED, reason=problem))
     if state.asked or (seen.offers is None and not seen.held.nodes):
         return state, []
-    fits = min(limits.num_ranks, slots_without(seen, state.quarantined))
+    # Slots of a node are taken at once: a run on one host has no other chance to get spare ones.
+    spares = limits.spare_ranks if limits.one_host else 0
+    fits = min(limits.num_ranks + spares, slots_without(seen, state.quarantined))
     # Nodes of a cluster come up one by one; those that were lost come back when they can, and the run grows then.
     patient = state.started or now - state.since_t >= limits.placing_grace_s
-    if fits == limits.num_ranks or (fits >= limits.min_ranks and patient):
+    if fits >= limits.num_ranks or (fits >= limits.min_ranks and patient):
         return replace(state, asked=True), [Place(fits, state.quarantined)]
     return state, []
 
 
-def _start(state: RunState, seen: Observation, now: float) -> Decision:
+def _start(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
     attempt = state.attempt + 1
+    placed = (seen.placed or ())[: limits.num_ranks]  # what is left are spare slots
     ranks = {
-        rank: RankView(spawned_t=now, heard_t=now, host=seat.host, node=seat.node)
-        for rank, seat in enumerate(seen.placed or ())
+        rank: RankView(spawned_t=now, heard_t=now, host=seat.host, node=seat.node) for rank, seat in enumerate(placed)
     }
     growth = replace(state.growth, standing=0, ready=0, full_t=None, look_t=now)
     started = replace(

@@ -81,6 +81,7 @@ class Limits:
     stop_timeout_s: float = 600.0  # from asking ranks to save until they are killed
     time_limit_s: float | None = None  # from the first look until the ranks are asked to save
     standbys: bool = False  # keep a standby for every rank
+    evaluates: bool = False  # measure checkpoints on a slot that no rank has
     learned_deadlines: bool = False  # judge silence by the run's own times
     sleepless_s: float = math.inf  # a look so much after the last one says nothing about the ranks' silence
     examine_s: float = 1.0  # wait for the stacks of all ranks before a hung attempt is killed
@@ -145,6 +146,7 @@ class Observation:
     unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now: their silence is not theirs
     stacks: tuple[RankStack, ...] = ()
     standbys: int | None = None  # slots whose standbys are ready
+    evaluator_code: int | None = None  # the process that measures checkpoints ended; 0 also where its slot was needed
     committed_step: int | None = None
     stop: Stop | None = None
     fenced: str | None = None  # the lease went to somebody else
@@ -242,6 +244,9 @@ class RunState:
     retry_t: float = 0.0  # the next attempt starts not before
     moving: str = ""  # why the ranks were asked to save and end, the run going on elsewhere
     growth: Growth = Growth()
+    evaluating: bool = False  # a process that measures checkpoints was ordered and has not ended
+    evaluate_t: float = 0.0  # the next one not before
+    evaluator_failures: int = 0  # in a row
     stop: Stop | None = None
     stop_t: float = 0.0
     began_t: float | None = None  # the first look
@@ -286,6 +291,11 @@ class StartRanks:
 @dataclass(frozen=True, slots=True)
 class StandBy:
     """Have a standby made for every slot: the attempt trains, and the next one should start from warm processes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """Have a process measure the run's checkpoints on a slot that no rank has, as long as it is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +366,7 @@ Action = (
     Place
     | StartRanks
     | StandBy
+    | Evaluate
     | TakeStacks
     | RecordStraggler
     | AskRanks

@@ -24,6 +24,7 @@ from launch.monitor.columns import Columns, RankHistory
 from launch.monitor.ledger import Ledger, make_ledger
 from pretrain.config import RunConfig
 from pretrain.errors import PretrainError, StoreError
+from pretrain.metrics.evaluations import read_evaluations
 from pretrain.metrics.index import IndexBuilder, columns_of, decode_index, encode_line, index_key, numbers_of
 from pretrain.metrics.series import merge_record
 from pretrain.rundir import Event, RunDirectory, RunStatus
@@ -101,6 +102,7 @@ class RunReader:
         self.blocks: dict[int, list[dict[str, Any]]] = {}
         self.warnings: list[str] = []
         self.validations: list[ValidationPoint] = []
+        self._evaluations: set[str] = set()
         self.status = RunStatus(name=run.name, state="created")
         self.config: RunConfig | None = None
         self._store = run.store
@@ -123,6 +125,7 @@ class RunReader:
                 self.version = next(_versions)
             self.events = events
             self._read_metrics()
+            self._read_evaluations()
             total = self.config.schedule.total_steps if self.config else None
             self.status = read_status(self._store, self.name, total, self._journal)
             self._read_leases()
@@ -241,6 +244,17 @@ class RunReader:
                     self._take(name, int(match[1]), data)
             except NotFoundError:  # removed since it was listed
                 continue
+
+    def _read_evaluations(self) -> None:
+        """Measures of checkpoints that were taken beside the training."""
+        for key, record in read_evaluations(self._store, self._evaluations).items():
+            self._evaluations.add(key)
+            self.version = next(_versions)
+            for source, values in record.get("validation", {}).items():
+                point = ValidationPoint(
+                    int(record["attempt"]), record["step"], float(record["t"]), source, dict(values)
+                )
+                self.validations.append(point)
 
     def _read_long(self, name: str, attempt: int, size: int) -> None:
         """The index of a long file; what it lacks is made from the lines, and kept where nobody writes it any more."""

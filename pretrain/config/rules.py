@@ -145,6 +145,23 @@ def _eval_rules(evaluation: EvalConfig, data: DataConfig) -> list[str]:
     ]
 
 
+def _checkpoint_eval_rules(evaluation: EvalConfig, data: DataConfig, cluster: ClusterConfig) -> list[str]:
+    if evaluation.checkpoints is None:
+        return []
+    problems = []
+    if not data.validation and evaluation.translation is None:
+        problems.append(
+            "eval.checkpoints has nothing to measure. It takes the losses of data.validation and the scores of "
+            "eval.translation. Add one of them, or remove it."
+        )
+    if not cluster.spare_ranks:
+        problems.append(
+            "eval.checkpoints has no slot. Checkpoints are measured on a slot beyond those of the ranks. Set "
+            "cluster.spare_ranks=1, or remove it and run pretrain evaluate RUN --follow where there is a free machine."
+        )
+    return problems
+
+
 def _sample_rules(evaluation: EvalConfig, model: AnyModelConfig) -> list[str]:
     if evaluation.samples is None or model.layout != "encoder":
         return []
@@ -280,6 +297,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("objective", "batch", "data"), _room_rules),
     (("model", "objective", "batch", "data"), _position_rules),
     (("eval", "data"), _eval_rules),
+    (("eval", "data", "cluster"), _checkpoint_eval_rules),
     (("eval", "model", "objective"), _translation_rules),
     (("eval", "model"), _sample_rules),
     (("model",), model_rules),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import RunError
+from pretrain.metrics.evaluations import read_evaluations
 from pretrain.metrics.history import history, read_attempts
 from pretrain.metrics.sinks import MetricsHome
 
@@ -29,7 +30,8 @@ def plot_losses(run_directory: MetricsHome, path: str | Path) -> Path:
         OSError: the file cannot be written.
     """
     attempts = read_attempts(run_directory.store)
-    records = history(attempts)
+    beside = read_evaluations(run_directory.store).values()
+    records = sorted([*history(attempts), *beside], key=lambda record: int(record["step"]))
     if not records:
         raise RunError(
             f"run {run_directory.name} has no metrics yet. The loss curve needs at least one logged step. "

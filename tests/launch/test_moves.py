@@ -11,6 +11,7 @@ from launch.controller.state import (
     AskRanks,
     Beat,
     Cause,
+    Evaluate,
     Finish,
     Outcome,
     Phase,
@@ -253,3 +254,65 @@ def test_the_first_start_waits_for_nodes_that_come_up_and_a_restart_does_not() -
     play.see(lost={2: "node host2 is lost"})
     play.see(exits=tuple(RankExit(rank, -9) for rank in (0, 1)))
     assert play.see(after=0.6) == [Place(2)]
+
+
+def measuring(limits=LIMITS) -> Play:
+    """A run of two ranks that measures checkpoints, in training, with a third slot."""
+    play = Play(replace(limits, evaluates=True, spare_ranks=1))
+    play.start()
+    play.held = offers(1, 1, 1)
+    return play
+
+
+def test_checkpoints_are_measured_on_a_spare_slot_once_the_ranks_train_and_by_one_process_at_a_time() -> None:
+    play = measuring()
+    assert play.see() == []  # the attempt starts: nothing takes CPU from it
+    play.train(0)
+    assert play.train(1).actions[-1] == Evaluate()
+    assert Evaluate() not in play.see(after=100.0, beats=(Beat(0, "step", 2), Beat(1, "step", 2)))
+    play.held = offers(1, 1)
+    play.see(evaluator_code=0)  # its slot is gone
+    assert Evaluate() not in play.see(after=9.0, beats=(Beat(0, "step", 3), Beat(1, "step", 3)))
+    play.held = offers(1, 1, 1)
+    assert Evaluate() not in play.see(after=0.5, beats=(Beat(0, "step", 4), Beat(1, "step", 4)))
+    assert Evaluate() in play.see(after=1.0)
+
+
+def test_without_a_slot_that_no_rank_has_nothing_is_measured() -> None:
+    play = measuring()
+    play.held = offers(1, 1)
+    play.train(0, 1, 2)
+    assert Evaluate() not in play.actions
+    plain = Play(replace(LIMITS, spare_ranks=1)).start()
+    plain.held = offers(1, 1, 1)
+    assert Evaluate() not in plain.train(0, 1, 2).actions
+
+
+def test_what_measures_checkpoints_and_fails_is_started_three_times_and_is_no_fault_of_the_run() -> None:
+    play = measuring().train(0, 1)
+    step = 1
+    for _ in range(3):
+        play.see(evaluator_code=3)
+        for _ in range(70):
+            step += 1
+            play.see(after=1.0, beats=(Beat(0, "step", step), Beat(1, "step", step)))
+    assert play.actions.count(Evaluate()) == 3
+    assert play.faults == []
+    assert play.state.phase is Phase.RUNNING
+
+
+def test_a_measuring_process_outlives_a_fault_of_the_ranks() -> None:
+    play = measuring().train(0, 1)
+    play.crash()
+    play.restart()
+    assert play.state.evaluating
+    assert Evaluate() not in play.train(2, 3).actions[play.actions.index(Evaluate()) + 1 :]
+
+
+def test_a_run_on_one_host_takes_its_spare_slots_with_the_ranks_but_never_more_ranks() -> None:
+    play = Play(replace(LIMITS, one_host=True, spare_ranks=1))
+    assert play.see(offers=offers(4), after=LIMITS.placing_grace_s + 0.1) == [Place(3)]
+    assert play.see(placed=seats(0, 0, 0)) == [StartRanks(1, 2, "first start")]
+    assert len(play.state.ranks) == 2
+    short = Play(replace(LIMITS, one_host=True, spare_ranks=1))
+    assert short.see(offers=offers(2), after=LIMITS.placing_grace_s + 0.1) == [Place(2)]

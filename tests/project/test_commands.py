@@ -47,7 +47,7 @@ COMMANDS = {
     "generate": [
         *("--average", "--beams", "--checkpoint", "--excerpt", "--gap", "--json", "--mode", "--suffix", "-h"),
     ],
-    "evaluate": ["--average", "--checkpoint", "--data", "--json", "--pairs", "-h"],
+    "evaluate": ["--average", "--checkpoint", "--data", "--follow", "--json", "--pairs", "-h"],
     "inspect attention": ["--checkpoint", "--json", "--layer", "--out", "--prompt", "--target", "-h"],
     "list": ["--json", "-h"],
     "logs": ["--rank", "-f", "-h"],
