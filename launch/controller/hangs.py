@@ -23,7 +23,7 @@ _COMPUTING = (*_STEP_PHASES, "copy")  # nothing in them waits for a disk without
 _WINDOW = 32
 _ENOUGH = 3  # durations, before they say anything
 _FACTOR, _SLACK_S = 3.0, 1.4  # 0.6 of the 2 s are for the next look and for the stacks
-_DISK_SLACK_S = 10.0  # of phases that wait for disks: save, load, eval, record
+_DISK_SLACK_S = 10.0  # of phases that wait for disks: save, load, eval, translate, sample, record
 _IN_COLLECTIVE = ("distributed_c10d.py", "deepspeed/comm/")
 _OWN_FRAMES = "pretrain/train/loop.py"
 

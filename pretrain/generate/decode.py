@@ -9,7 +9,7 @@ padding is computed, and one that has ended leaves the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast, runtime_checkable
 
@@ -70,14 +70,18 @@ class Begun:
     Attributes:
         cache: what the model has read of them.
         logits: [B, V] of the next token, at least fp32.
+        alive: called before each token that is fed: who is slow says so.
     """
 
     model: Decodes
     cache: Cache
     logits: Tensor
+    alive: Callable[[], None] | None = None
 
     def feed(self, ids: Sequence[int]) -> None:
         """Appends one token to each sequence."""
+        if self.alive is not None:
+            self.alive()
         with torch.inference_mode(), _evaluating(cast(nn.Module, self.model)):
             tokens = torch.tensor(list(ids), dtype=torch.int64, device=self.logits.device)
             self.logits = self.model.decode(tokens, self.cache).float()

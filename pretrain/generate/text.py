@@ -7,7 +7,7 @@ samples during training.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -98,12 +98,14 @@ def write_texts(
     max_tokens: int,
     sampling: SamplingOptions | None = None,
     beams: BeamOptions | None = None,
+    alive: Callable[[], None] | None = None,
 ) -> Iterator[Generated]:
     """What the model answers to each, in their order, some at once; greedy without options.
 
     Args:
         sampling: text i draws with the seed `sampling.seed + i`.
         beams: searches instead of sampling.
+        alive: called for each token.
 
     Raises:
         UserError: a question that `make_prompt` refuses, no token allowed, more than the model has positions for,
@@ -118,6 +120,7 @@ def write_texts(
     for first in range(0, len(order), _TEXTS_AT_ONCE):
         group = sorted(order[first : first + _TEXTS_AT_ONCE])
         begun = writer.begin([prompts[i].ids for i in group], max_tokens)
+        begun.alive = alive
         if beams is not None:
             for i, kept in zip(group, beam_search(begun, beams, stop), strict=True):
                 found[i] = answer_of(writer, prompts[i], kept[0].ids, kept[0].ended, kept[0].score)

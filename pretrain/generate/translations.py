@@ -6,7 +6,7 @@ Takes a `Writer` and pairs of texts → hypotheses, one per pair and in their or
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,8 +61,18 @@ def read_pairs(
     return pairs
 
 
-def translate(writer: Writer, pairs: Sequence[Pair], *, max_tokens: int, beams: BeamOptions | None) -> Iterator[Sample]:
+def translate(
+    writer: Writer,
+    pairs: Sequence[Pair],
+    *,
+    max_tokens: int,
+    beams: BeamOptions | None,
+    alive: Callable[[], None] | None = None,
+) -> Iterator[Sample]:
     """A translation of each, in their order; greedy without beams.
+
+    Args:
+        alive: called for each token.
 
     Raises:
         UserError: the model reads no sources; see `write_texts`.
@@ -73,7 +83,8 @@ def translate(writer: Writer, pairs: Sequence[Pair], *, max_tokens: int, beams: 
             "Evaluate a run of one."
         )
     sources = [pair.source for pair in pairs]
-    written = write_texts(writer, sources, max_tokens=max_tokens, sampling=SamplingOptions(), beams=beams)
+    options = SamplingOptions()
+    written = write_texts(writer, sources, max_tokens=max_tokens, sampling=options, beams=beams, alive=alive)
     for pair, one in zip(pairs, written, strict=True):
         yield Sample(pair.source, pair.target, one.text.strip())
 

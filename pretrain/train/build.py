@@ -219,10 +219,11 @@ class Training:
             self._record_validation(state, losses, started)
         if "translation" in measures:
             started = time.perf_counter()
-            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step, collective=True)
+            alive = functools.partial(self.place.heartbeat.phase, "translate", state.step)
+            beat = functools.partial(alive, collective=True)
             world = self.place.world
             translated = translate_held_out(
-                self.engine, self.config, self.tokenizer, self.pairs, world, beat, self._asked_to_end
+                self.engine, self.config, self.tokenizer, self.pairs, world, beat, alive, self._asked_to_end
             )
             if translated is None:
                 return
@@ -235,8 +236,8 @@ class Training:
             self._record_validation(state, {"translation": found}, started)
         if "samples" in measures:
             started = time.perf_counter()
-            beat = functools.partial(self.place.heartbeat.phase, "eval", state.step, collective=True)
-            alive = functools.partial(self.place.heartbeat.phase, "eval", state.step)
+            alive = functools.partial(self.place.heartbeat.phase, "sample", state.step)
+            beat = functools.partial(alive, collective=True)
             engine, config, world = self.engine, self.config, self.place.world
             written = write_samples(engine, config, self.tokenizer, world, state.step, beat, alive, self._asked_to_end)
             if written is None:

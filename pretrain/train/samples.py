@@ -12,19 +12,17 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from pretrain.config.schema import RunConfig, SamplesEvalConfig
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.engine.engine import Engine
 from pretrain.errors import PretrainError
 from pretrain.generate.attention import inspect_attention
 from pretrain.generate.attention_picture import draw_inspection, last_layers
-from pretrain.generate.load import load_weights
 from pretrain.generate.prompts import Question
 from pretrain.generate.sampling import SamplingOptions
 from pretrain.generate.text import Writer, answer_of, stream_ids
 from pretrain.topology import World
+from pretrain.train.model_copy import copy_of_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +52,15 @@ def write_samples(
 
     Args:
         step: of the weights, for the picture's title.
-        beat: called before each prompt, on all ranks.
-        alive: called for each token, on rank 0: a slow text is no hang.
+        beat: called before the copy and each prompt, on all ranks.
+        alive: called for each weight that is copied and each token, on rank 0: a slow text is no hang.
         asked_to_end: whether any rank was; a collective. Then the result is None.
     """
     wanted = config.eval.samples
     assert wanted is not None
-    writer = None
-    with engine.gathered_weights() as weights:
-        if world.is_main:
-            whole = {name: weight.detach().to("cpu", torch.float32) for name, weight in weights.items()}
-            model = load_weights(config.model, config.loss, whole, "the engine", seed=config.seed)
-            writer = Writer(model, config.model, tokenizer, config.objective)
+    beat()
+    model = copy_of_model(engine, config, alive, wanted=world.is_main)
+    writer = None if model is None else Writer(model, config.model, tokenizer, config.objective)
     lines: list[str] = []
     for number, prompt in enumerate(wanted.prompts):
         beat()
@@ -73,6 +68,7 @@ def write_samples(
             return None
         if writer is not None:
             lines.append(_write(writer, wanted, prompt, alive, seed=config.seed + number))
+    alive()
     maps = _draw(writer, config, step) if writer is not None and wanted.attention_maps else None
     return Samples("".join(lines), maps)
 

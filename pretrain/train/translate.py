@@ -11,18 +11,16 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-import torch
-
 from pretrain.config.schema import RunConfig
 from pretrain.data.tokenizer import Tokenizer
 from pretrain.engine.distributed import gather_texts
 from pretrain.engine.engine import Engine
 from pretrain.generate.beam import BeamOptions
-from pretrain.generate.load import load_weights
 from pretrain.generate.scores import TranslationScores, translation_scores
 from pretrain.generate.text import Writer
 from pretrain.generate.translations import Pair, Sample, read_pairs, translate
 from pretrain.topology import World
+from pretrain.train.model_copy import copy_of_model
 
 _PAIRS_AT_ONCE = 16
 
@@ -50,19 +48,21 @@ def translate_held_out(
     pairs: Sequence[Pair],
     world: World,
     beat: Callable[[], None],
+    alive: Callable[[], None],
     asked_to_end: Callable[[], bool],
 ) -> tuple[TranslationScores, list[Sample]] | None:
     """Scores and translations of all pairs in their order, on every rank. A collective.
 
     Args:
-        beat: called now and then.
+        beat: called before the ranks wait for each other.
+        alive: called for each weight that is copied and each token: what is slow is no hang.
         asked_to_end: whether any rank was; a collective. Then the result is None.
     """
     wanted = config.eval.translation
     assert wanted is not None
-    with engine.gathered_weights() as weights:
-        whole = {name: weight.detach().to("cpu", torch.float32) for name, weight in weights.items()}
-        model = load_weights(config.model, config.loss, whole, "the engine", seed=config.seed)
+    beat()
+    model = copy_of_model(engine, config, alive)
+    assert model is not None  # it is wanted on every rank
     writer = Writer(model, config.model, tokenizer, config.objective)
     beams = None if wanted.num_beams == 1 else BeamOptions(wanted.num_beams, wanted.length_penalty)
     mine = pairs[world.rank :: world.size]
@@ -72,7 +72,8 @@ def translate_held_out(
         if asked_to_end():
             return None
         some = mine[first : first + _PAIRS_AT_ONCE]
-        samples += translate(writer, some, max_tokens=wanted.max_tokens, beams=beams) if some else []
+        samples += translate(writer, some, max_tokens=wanted.max_tokens, beams=beams, alive=alive) if some else []
+    beat()  # who has fewer or shorter texts waits here
     gathered = [json.loads(text) for text in gather_texts(json.dumps([asdict(sample) for sample in samples]))]
     shares = [[Sample(**body) for body in share] for share in gathered]
     all_samples = [shares[number % world.size][number // world.size] for number in range(len(pairs))]
