@@ -142,7 +142,7 @@ def _plain_config(trained: Trained, sources: Mapping[str, str]) -> RunConfig:
         )
     manifest = read_manifest(open_store(next(iter(sources.values()))))
     pairs = manifest.kind == "pairs"
-    longest = min(_ROW_TOKENS, getattr(trained.config, "max_length", _ROW_TOKENS))
+    longest = min(_ROW_TOKENS, getattr(trained.config, "max_length", None) or _ROW_TOKENS)
     length = manifest.target_capacity if pairs else math.gcd(manifest.block_tokens, 1 << (longest.bit_length() - 1))
     known = trained.objective.model_dump() if trained.objective and trained.objective.kind != "seq2seq" else None
     named = {name: {"path": path} for name, path in sources.items()}
