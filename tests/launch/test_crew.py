@@ -41,6 +41,9 @@ class NoLogs:
     def of(self, attempt: int, rank: int) -> dict[str, str | None]:
         return {"log": "/dev/null", "log_url": None, "log_key": None}
 
+    def of_evaluator(self) -> dict[str, str | None]:
+        return self.of(0, -1)
+
 
 def _send(agent: socket.socket, **message: Any) -> None:
     agent.sendall(json.dumps(message).encode() + b"\n")
@@ -55,11 +58,11 @@ def _words(agent: socket.socket) -> Iterator[dict[str, Any]]:
                 yield message
 
 
-def _launch(crew: Crew, nodes: OneNode) -> None:
-    """Places one rank and goes on until its agent was asked for."""
+def _launch(crew: Crew, nodes: OneNode, slots: int = 1) -> None:
+    """Gets slots and goes on until their agent was asked for."""
     while crew.offers() is None:
         crew.look(0.01)
-    crew.place(1)
+    crew.place(slots)
     while nodes.launched is None:
         crew.look(0.01)
 
@@ -92,6 +95,50 @@ def test_ranks_that_start_after_a_word_was_said_hear_it_too():
             assert next(heard) == {"kind": "word", "word": "stop"}
     finally:
         crew.close()
+
+
+class TwoSlots(OneNode):
+    def offers(self) -> dict[str, Offer]:
+        return {"n": Offer(2, "h")}
+
+
+def test_checkpoints_are_measured_on_a_slot_without_a_rank_until_a_rank_needs_it_or_its_agent_is_gone():
+    nodes = TwoSlots()
+    crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 60.0)
+    try:
+        _launch(crew, nodes, 2)
+        with socket.create_connection(nodes.launched[0]) as agent:
+            agent.settimeout(10.0)
+            heard = _words(agent)
+            _greet(agent, crew, nodes)
+            crew.start(1, 2)
+            assert next(heard)["kind"] == "reserve"
+            crew.evaluate()  # both slots have ranks: told at once, and nothing is asked of the agent
+            assert crew.look(0.01).evaluator_code == 0
+            crew.start(2, 1)
+            assert next(heard)["kind"] == "reserve"
+            crew.evaluate()
+            order = next(heard)
+            assert (order["kind"], order["run"], order["log"]) == ("evaluate", "/run", "/dev/null")
+            crew.start(3, 1)  # another attempt on one slot: it stays
+            assert next(heard)["kind"] == "reserve"
+            crew.start(4, 2)
+            assert next(heard) == {"kind": "evaluate", "run": None}
+            assert next(heard)["kind"] == "reserve"
+            _send(agent, kind="evaluated", attempt=0, code=0)
+            assert _next_code(crew) == 0
+            crew.start(5, 1)
+            crew.evaluate()
+            heard.close()
+        assert _next_code(crew) == 0  # the agent is gone
+    finally:
+        crew.close()
+
+
+def _next_code(crew: Crew) -> int:
+    while (code := crew.look(0.01).evaluator_code) is None:
+        pass
+    return code
 
 
 @pytest.mark.parametrize(
