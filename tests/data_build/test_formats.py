@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -188,6 +190,35 @@ def test_a_dataset_saved_on_disk_is_read_and_splits_are_not_mixed(texts: Path) -
     (saved / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(DataError, match=r"data-00001-of-00002\.arrow cannot be read: No such file"):
         read(saved)
+
+
+_SAVES = """
+import json, sys, datasets
+folder, texts = sys.argv[1], json.loads(sys.argv[2])
+whole = datasets.Dataset.from_dict({"text": texts, "id": [f"n{n}" for n in range(len(texts))]})
+whole.save_to_disk(f"{folder}/whole", num_shards=3)
+chosen = whole.shuffle(seed=1).select(range(5))
+chosen.save_to_disk(f"{folder}/chosen")
+datasets.DatasetDict({"train": whole, "test": chosen}).save_to_disk(f"{folder}/several")
+print(json.dumps({"whole": whole["text"][:], "chosen": chosen["text"][:], "ids": chosen["id"][:]}))
+"""
+
+
+def test_what_the_library_datasets_saves_is_read_as_it_reads_it(texts: Path) -> None:
+    written = [f"number {number}: ü\n\n€ {'x' * number}" for number in range(11)]
+    done = subprocess.run(
+        [sys.executable, "-c", _SAVES, str(texts / "saved"), json.dumps(written)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "HF_HOME": str(texts / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout)
+    assert [item.text for item in read(texts / "saved" / "whole")] == theirs["whole"] == written
+    chosen = read(texts / "saved" / "chosen")
+    assert [item.text for item in chosen] == theirs["chosen"]
+    assert [item.id for item in chosen] == theirs["ids"]
+    with pytest.raises(DataError, match="holds the splits train, test"):
+        read(texts / "saved" / "several")
+    assert [item.text for item in read(texts / "saved" / "several" / "test")] == theirs["chosen"]
 
 
 # ------------------------------------------------------------------------------------------------ tars
