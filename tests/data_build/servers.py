@@ -6,6 +6,7 @@ What is not installed is said by name and skipped, or fails where CI=true.
 
 from __future__ import annotations
 
+import datetime
 import getpass
 import importlib.util
 import os
@@ -13,6 +14,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -49,8 +51,10 @@ class HttpServer:
 
 
 @contextmanager
-def files_over_http(root: Path, *, port: int = 0, delay_s: float = 0.0) -> Iterator[HttpServer]:
-    """Serves the files below `root`, from `delay_s` on."""
+def files_over_http(
+    root: Path, *, port: int = 0, delay_s: float = 0.0, certificate: tuple[Path, Path] | None = None
+) -> Iterator[HttpServer]:
+    """Serves the files below `root`, from `delay_s` on; with a certificate and its key over TLS, as `localhost`."""
     state = HttpServer("")
 
     class Handler(BaseHTTPRequestHandler):
@@ -114,6 +118,11 @@ def files_over_http(root: Path, *, port: int = 0, delay_s: float = 0.0) -> Itera
     server = Server(("127.0.0.1", port), Handler, bind_and_activate=False)
     server.server_bind()
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        state.url = f"https://localhost:{server.server_address[1]}"
 
     def serve() -> None:
         time.sleep(delay_s)  # bound but not listening: connections are refused
@@ -132,6 +141,34 @@ def files_over_http(root: Path, *, port: int = 0, delay_s: float = 0.0) -> Itera
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def own_certificate(folder: Path) -> tuple[Path, Path]:
+    """A certificate for `localhost` that only who is told of it trusts, and its key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    unencrypted = serialization.NoEncryption()
+    paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted))
+    return paths
 
 
 @dataclass

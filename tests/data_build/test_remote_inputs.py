@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import pytest
 
 import pretrain.data.remote_input as remote_input
 from pretrain.data.sources import SourceSpec, list_files, read_documents
+from pretrain.data.tokenizer import train_bpe
 from pretrain.errors import DataError, StoreError, UserError
-from tests.data_build.servers import HttpServer, files_over_http, s3_server
+from tests.data_build.servers import HttpServer, files_over_http, own_certificate, s3_server
 
 EXPECTED = [f"text {number}" for number in range(300)]
 
@@ -62,6 +66,36 @@ def test_a_failing_http_server_is_asked_again_and_at_last_an_error(server: HttpS
     with pytest.raises(StoreError, match=r"all\.parquet cannot be read: \w+"):
         read(f"{server.url}/all.parquet")
     assert len(server.requests) == 8
+
+
+def test_files_over_https_are_built_and_blocks_verified_and_an_unknown_certificate_is_refused(
+    files: Path, tmp_path: Path
+) -> None:
+    certificate = own_certificate(tmp_path)
+    tokenizer = tmp_path / "tokenizer.json"
+    train_bpe(EXPECTED, 270).save(tokenizer)
+
+    def pretrain(*words: str, trusted: Path) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "SSL_CERT_FILE": str(trusted)}
+        command = [sys.executable, "-m", "launch.cli", "data", *words]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+    with files_over_http(files, certificate=certificate) as server:
+        options = ["--tokenizer", str(tokenizer), "--workers", "1", "--json", "--out"]
+        built = pretrain("build", f"{server.url}/all.parquet", *options, str(files / "out"), trusted=certificate[0])
+        assert built.returncode == 0, built.stderr
+        ((_, source),) = json.loads(built.stdout)["sources"].items()
+        assert source["documents"] == len(EXPECTED)
+        verified = pretrain("verify", f"{server.url}/{Path(source['path']).relative_to(files)}", trusted=certificate[0])
+        assert verified.returncode == 0, verified.stderr
+        assert any(path.startswith("/out/") and path.endswith(".tar") for path in server.requests)
+        nobody = tmp_path / "nobody.pem"
+        nobody.write_bytes(own_certificate(tmp_path)[0].read_bytes())  # another one of the same name
+        refused = pretrain("build", f"{server.url}/all.parquet", *options, str(files / "no"), trusted=nobody)
+        assert refused.returncode in (2, 3)
+        assert "certificate" in refused.stderr.lower()
+        assert "Traceback" not in refused.stderr
+        assert not (files / "no").exists()
 
 
 def test_a_kind_of_url_that_nobody_serves_is_a_user_error() -> None:
