@@ -21,6 +21,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
+from pretrain.config.units import mask_password
 from pretrain.data.documents import Format, SourceSpec
 from pretrain.data.remote_input import RemoteFile, expand_remote
 from pretrain.data.zstd import ZstdFile
@@ -114,11 +115,17 @@ def list_files(spec: SourceSpec) -> list[InputFile]:
     """The files of a spec, each once, in reading order.
 
     Raises:
-        DataError: an input names nothing, or a directory holds no fitting file.
+        DataError: an input names nothing or holds a password, or a directory holds no fitting file.
         StoreError: a server failed.
     """
     files: dict[str, InputFile] = {}
     for given in spec.inputs:
+        if (masked := mask_password(given)) != given:
+            raise DataError(
+                f"input {masked!r} holds a password. Shards keep the file of every document, and it with it. Take it "
+                "out of the URL and into the environment (for s3://, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY); "
+                "over HTTP download the files first."
+            )
         for name in [given] if os.path.exists(given) else expand_braces(given):
             for file in _files_of(name, given, spec):
                 files.setdefault(file.origin, file)

@@ -98,6 +98,13 @@ def test_files_over_https_are_built_and_blocks_verified_and_an_unknown_certifica
         assert not (files / "no").exists()
 
 
+@pytest.mark.parametrize("url", ["https://reader:hunter2@localhost/a.jsonl", "s3://key:hunter2@bucket/{a,b}.jsonl"])
+def test_an_input_with_a_password_is_refused_before_anything_is_kept_and_does_not_show_it(url: str) -> None:
+    with pytest.raises(DataError, match=r"holds a password.*Take it out of the URL") as caught:
+        read(url)
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_kind_of_url_that_nobody_serves_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"url=nosuch://x cannot be opened.*pip install"):
         read("nosuch://x")
