@@ -30,6 +30,7 @@ BENCHMARKS = {
     "dashboard": (1, "pages and memory of the dashboard over 1,000 runs of 100,000 records"),
     "translate": (2, "BLEU of the paper's architecture against transformers' Marian, trained for the same time"),
     "follow": (2, "losses of T5, BERT and Llama-like runs beside transformers' models trained on the same rows"),
+    "infilling": (1, "gaps of a toy language filled by models of each objective, against a causal model"),
     "startup": (1, "pretrain train and submit to the first finished step, by phase"),
 }
 _CHILD = "PRETRAIN_BENCHMARK_CHILD"

@@ -108,6 +108,22 @@ def test_an_exponent_of_growth_is_the_slope(power: float) -> None:
     assert exponent(sizes, [3e-6 * size**power for size in sizes]) == pytest.approx(power)
 
 
+def test_texts_that_are_asked_are_not_trained_on_and_noise_does_not_count() -> None:
+    from benchmarks.infilling import END, LETTERS, WIDER, held_out, make_texts, share_right
+
+    trained = make_texts(150, seed=1)  # the seed of those that are asked: the first 150 are known
+    asked = held_out(trained, 200)
+    assert len(asked) == 200
+    assert not set(asked) & set(trained)
+    for text in asked:
+        letters = text[slice(*LETTERS)]
+        assert letters == 2 * letters[0]
+        assert letters[0] in text[slice(*WIDER)]
+        assert text[slice(*END)] == 3 * letters[0].upper()
+        assert text[:4].isdigit()
+    assert share_right(["9kk", "k", ""], ["1kk", "kk", "k"]) == 3 / 5
+
+
 def test_rows_that_the_rates_were_fitted_to_do_not_count_as_met() -> None:
     def keys(rows: list[Row]) -> set[tuple[str, str, float]]:
         return {(row.accelerator, row.source, row.tokens_per_second_per_gpu) for row in rows}
