@@ -45,7 +45,8 @@ def slow_translations(
 ) -> dict[str, object]:
     """Trains with copies of the model that take long, and texts that do at a step.
 
-    Gives the exit code, and in their order the beats (time, "beat", phase, step, collective) and tokens (time, "feed").
+    Gives the exit code, and in their order the beats (time, "beat", phase, step, collective), tokens (time, "feed") and
+    copies of the model (time, "copy", phase).
     """
     events: list[tuple[object, ...]] = []
     phase, load, feed = Heartbeat.phase, model_copy.load_weights, Begun.feed
@@ -54,15 +55,18 @@ def slow_translations(
         phase(self, name, step, **rest)
         events.append((time.time(), "beat", name, step, self.collective))
 
+    def last_beat() -> tuple[object, ...]:
+        return next(event for event in reversed(events) if event[1] == "beat")
+
     def slow_load(*given: Any, **named: Any) -> nn.Module:
+        events.append((time.time(), "copy", last_beat()[2]))
         time.sleep(copy_s)
         return load(*given, **named)
 
     def slow_feed(self: Begun, ids: Sequence[int]) -> None:
         feed(self, ids)
-        last = next(event for event in reversed(events) if event[1] == "beat")
         events.append((time.time(), "feed"))
-        time.sleep(token_s if last[3] == slow_step else 0.0)
+        time.sleep(token_s if last_beat()[3] == slow_step else 0.0)
 
     with (
         patch.object(Heartbeat, "phase", told),

@@ -34,7 +34,12 @@ def test_slow_copies_and_slow_texts_are_told_and_no_rank_is_judged(
         *("name=slow", "schedule.total_steps=16", "eval.every_steps=1", "eval.translation.max_tokens=12"),
         *(f"eval.translation.pairs={held}", "eval.translation.every_steps=4", "checkpoint.every_steps=100"),
         f"data.validation.pairs.path={tmp_path / 'pairs'}",
-        "eval.max_rows=2",
+        *(
+            "eval.max_rows=2",
+            'eval.samples.prompts=["the cat", "a dog"]',
+            "eval.samples.every_steps=8",
+            "eval.samples.max_tokens=2",
+        ),
     )
     arguments = {"run": run, "home": str(tmp_path), "copy_s": 0.8, "token_s": 0.35, "slow_step": 16}
     results = run_ranks(slow_translations, ranks=2, arguments=arguments, timeout_s=150)
@@ -44,7 +49,15 @@ def test_slow_copies_and_slow_texts_are_told_and_no_rank_is_judged(
     for kinds in feeds:
         assert kinds.count("feed") > 16
         assert not any(a == b == "feed" for a, b in itertools.pairwise(kinds))  # each token is told
-    assert {beat[0] for _, _, kind, *beat in events if kind == "beat"} >= {"step", "eval", "translate", "save"}
+    assert {beat[0] for _, _, kind, *beat in events if kind == "beat"} >= {
+        "step",
+        "eval",
+        "translate",
+        "sample",
+        "save",
+    }
+    copies = [[rest[0] for _, rank, kind, *rest in events if (kind, rank) == ("copy", number)] for number in (0, 1)]
+    assert copies == [["translate", "translate", "sample"] * 2, ["translate"] * 4]
     _no_rank_is_judged([(t, rank, *beat) for t, rank, kind, *beat in events if kind == "beat"])
 
 
