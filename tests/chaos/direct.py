@@ -54,7 +54,8 @@ class DirectBench:
         self._servers.close()
 
     def run(self, trial: Trial) -> Result:
-        reference = self.reference(trial.ranks, guilty=trial.guilty, overrides=trial.overrides if trial.guilty else ())
+        overrides = trial.overrides if trial.guilty else ()
+        reference = self.reference(trial.ranks, guilty=trial.guilty, experts=trial.experts, overrides=overrides)
         home = self._folder / f"trial-{trial.number:04d}"
         home.mkdir(parents=True)
         plan = home / "faults.json"
@@ -87,13 +88,15 @@ class DirectBench:
             problems.append(f"took {seconds:.0f} s, at most {trial.bound_s:g}")
         return Result(trial, fired, tuple(problems), starts, seconds)
 
-    def reference(self, ranks: int, *, guilty: bool = False, overrides: tuple[str, ...] = ()) -> RunDirectory:
+    def reference(
+        self, ranks: int, *, guilty: bool = False, experts: bool = False, overrides: tuple[str, ...] = ()
+    ) -> RunDirectory:
         """A run of as many ranks that nobody hurts; a guilty one meets its rows as well."""
-        name = f"untouched-{ranks}{'-guilty' if guilty else ''}"
+        name = f"untouched-{ranks}{'-guilty' if guilty else ''}{'-experts' if experts else ''}"
         if name not in self._references:
             home = self._folder / name
             home.mkdir(parents=True)
-            trial = Trial(0, "untouched", ranks, False, (), overrides=overrides, guilty=guilty)
+            trial = Trial(0, "untouched", ranks, False, (), overrides=overrides, guilty=guilty, experts=experts)
             group = self._start(home, trial, home / "no-faults")
             assert group.wait(60.0), group.output()
             assert set(group.codes.values()) == {0}, group.output()
@@ -117,7 +120,8 @@ class DirectBench:
         }  # fmt: skip
         environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
         logs = [home / f"rank-{rank}.log" for rank in range(trial.ranks)]
-        arguments = [*self._tiny.decoder(*overrides), "--resume", "auto"]
+        words = self._tiny.moe(*overrides) if trial.experts else self._tiny.decoder(*overrides)
+        arguments = [*words, "--resume", "auto"]
         prelude = ""
         if trial.guilty:
             spoilt = digests_of_steps(self._tiny.decoder("name=any"), range(GUILTY_STEP, GUILTY_STEP + 1))

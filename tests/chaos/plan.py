@@ -1,7 +1,8 @@
 """Which faults a campaign tries, from a seed. PURE.
 
 takes → seed, number of trials; gives → `Trial`s. Every named point that a rank passes comes at least five
-times among 160 direct trials, each time at another passage, on another rank, with or without copies in memory.
+times among 160 direct trials, each time at another passage, on another rank, with or without copies in memory,
+and once on a mixture of experts, which two ranks share.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 STEPS = 10
 SAVE_EVERY = 3  # durable; copies in memory, where they are on, come every step between
 GUILTY_STEP = 7  # whose rows spoil the loss, in trials that go back
 _SAVES = STEPS // SAVE_EVERY + 1
+_EXPERTS_EVERY = 5
 
 Order = dict[str, Any]
 
@@ -28,6 +30,7 @@ class Trial:
         name: what happens to it, for the report and for counting points.
         orders: faults inside the product (`pretrain.faults`).
         act: what the harness does to the files after the first death: `flip NAME`, `cut NAME`, `lose NAME`.
+        experts: the run is a mixture of experts.
         guilty: the run meets rows that spoil its loss, goes back and jumps over them.
         overrides: more of the config.
         bound_s: the whole trial ends within.
@@ -44,6 +47,7 @@ class Trial:
     tags: tuple[str, ...] = field(default=())
     on_s3: bool = False  # the run directory is a bucket
     guilty: bool = False
+    experts: bool = False
 
     @property
     def counted(self) -> frozenset[str]:
@@ -90,7 +94,15 @@ def direct_trials(count: int, seed: int) -> list[Trial]:
         _kill_both, _stop_a_rank, _fail_writes, _slow_disk, _damage, _damage, _s3, _kill_while_going_back,
     ]  # fmt: skip
     cycle: Iterator[Callable[[random.Random, int], Trial]] = itertools.cycle(makers)
-    return [next(cycle)(draw, number) for number in range(count)]
+    trials = [next(cycle)(draw, number) for number in range(count)]
+    # The number of makers is no multiple of the period, so each has its turn; only a decoder can be spoilt.
+    return [
+        _of_experts(trial) if trial.number % _EXPERTS_EVERY == 3 and not trial.guilty else trial for trial in trials
+    ]
+
+
+def _of_experts(trial: Trial) -> Trial:
+    return replace(trial, name=f"{trial.name}, experts", experts=True, tags=(*trial.tags, f"experts on {trial.ranks}"))
 
 
 def _place(draw: random.Random) -> tuple[int, bool]:

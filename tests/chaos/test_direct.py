@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.direct import DirectBench
-from tests.chaos.plan import direct_trials
+from tests.chaos.plan import Trial, direct_trials
 from tests.ranks_pool import RankPool
 from tests.tiny import build_tiny
 
@@ -30,7 +30,16 @@ def bench(tmp_path_factory: pytest.TempPathFactory, rank_pool: RankPool) -> Dire
 
 @pytest.mark.parametrize("tag", CHOSEN)
 def test_a_hurt_run_ends_as_the_untouched_one(bench: DirectBench, tag: str) -> None:
-    trial = next(trial for trial in direct_trials(160, seed=0) if tag in trial.counted)
+    _check(bench, next(trial for trial in direct_trials(160, seed=0) if tag in trial.counted))
+
+
+@pytest.mark.parametrize("point", ["step.after_update", "load.read"])
+def test_a_hurt_run_whose_ranks_share_experts_ends_as_the_untouched_one(bench: DirectBench, point: str) -> None:
+    shared = [trial for trial in direct_trials(160, seed=0) if trial.experts and trial.ranks == 2]
+    _check(bench, next(trial for trial in shared if point in trial.counted))
+
+
+def _check(bench: DirectBench, trial: Trial) -> None:
     result = bench.run(trial)
     assert result.fired, f"{trial.name} did not fire"
     assert result.problems == (), trial.name

@@ -50,6 +50,14 @@ def test_the_whole_campaign_reaches_every_point_five_times_and_40_of_its_trials_
     assert len({trial.number for trial in (*direct, *through_ray)}) == 200
 
 
+def test_a_mixture_of_experts_is_hurt_at_every_point_that_a_decoder_is_hurt_at_before_it_goes_back() -> None:
+    hurt = [trial for trial in direct_trials(160, seed=0) if not trial.guilty]
+    points = [{order["point"] for trial in hurt if trial.experts is experts for order in trial.orders} for experts in
+              (True, False)]  # fmt: skip
+    assert points[0] == points[1]
+    assert {trial.ranks for trial in hurt if trial.experts} == {1, 2}
+
+
 def test_without_orders_a_point_does_nothing(orders: Path) -> None:
     faults.arm("rank", rank=0)
     faults.passing("step.begins")
