@@ -50,8 +50,19 @@ STEP_FIELDS = (
     | _registry(
         "forward pass, summed over ranks",
         ("loss", "nats/token", "negative log-likelihood of the step's targets: sum over all ranks / their number"),
-        ("objective", "nats/token", "what was minimised: label smoothing and weighted z-loss included"),
+        (
+            "objective",
+            "nats/token",
+            "what was minimised: label smoothing and weighted losses of logits and routers included",
+        ),
         ("z_loss", "1", "mean over targets of logsumexp^2, unweighted"),
+    )
+    | _registry(
+        "routers of all layers and ranks; mixtures of experts only",
+        ("balance_loss", "1", "mean over layers and targets, unweighted; model.experts_per_token where all are even"),
+        ("router_z_loss", "1", "mean over layers and targets of logsumexp^2 of the router's logits, unweighted"),
+        ("largest_expert_share", "1", "of a layer's choices those of its fullest expert, layer with the largest share"),
+        ("idle_experts", "count", "experts that no token of the step chose, all layers"),
     )
     | _registry(
         "optimizer step",

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from pretrain.model.init import Initial
 from pretrain.model.layers import Linear, gated_silu
+from pretrain.model.routing import tell_routing
 from pretrain.sequence import SeqInfo
 
 
@@ -108,6 +109,7 @@ class SparseMLP(nn.Module):
         counts_E = chosen_TC.flatten().bincount(minlength=probability_TE.shape[1])
         out_TD = self._through_experts(real_TD, chosen_TC, weight_TC.to(x_TD.dtype), counts_E)
         losses = router_losses(logits_TE, probability_TE, counts_E)
+        tell_routing(counts_E, losses)
         return torch.cat([out_TD, tail_TD.new_zeros(tail_TD.shape)]), losses
 
     def _through_experts(self, x_TD: Tensor, chosen_TC: Tensor, weight_TC: Tensor, counts_E: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""What only a logged step tells: loss by source and by denoiser, and now and then norms and attention by layer.
+"""What only a logged step tells: loss by source and by denoiser, how experts were used, and now and then norms and
+attention by layer.
 
 Takes the micro-batches of a step while they are computed -> gives the tables of its record. Values stay on the device
 until the record is made; a step that is not logged has no watch. Every rank opens one for the same steps.
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrain.config.schema import RunConfig, UL2Objective
+from pretrain.config.schema import MoEConfig, RunConfig, UL2Objective
 from pretrain.data.loader import Loader
 from pretrain.data.raw_loader import RawLoader
 from pretrain.data.state import DataState
@@ -22,6 +23,7 @@ from pretrain.engine.distributed import all_reduce_sums
 from pretrain.loss.rows import losses_told
 from pretrain.sequence import IGNORED_LABEL, Batch
 from pretrain.train.layer_watch import LayerWatch
+from pretrain.train.routing_watch import RoutingWatch
 
 
 class StepWatch:
@@ -38,6 +40,7 @@ class StepWatch:
         objective = config.objective
         self._kinds = list(objective.denoisers) if isinstance(objective, UL2Objective) else []
         self._losses: list[tuple[Batch, Tensor]] = []
+        self._routing = RoutingWatch(config.model) if isinstance(config.model, MoEConfig) else None
 
     @contextmanager
     def forward(self, batch: Batch) -> Iterator[None]:
@@ -45,6 +48,8 @@ class StepWatch:
         with ExitStack() as stack:
             if batch.index >= 0:
                 stack.enter_context(losses_told(lambda nll_T: self._losses.append((batch, nll_T))))
+                if self._routing is not None:
+                    stack.enter_context(self._routing.forward(batch))
                 if self._layers is not None:
                     stack.enter_context(self._layers.forward(batch))
             yield
@@ -55,7 +60,7 @@ class StepWatch:
             self._layers.after_step()
 
     def tables(self, after: DataState) -> dict[str, Any]:
-        """The tables of the record. A collective.
+        """The tables of the record, and the fields of a mixture of experts. A collective.
 
         Args:
             after: where the next step begins.
@@ -71,12 +76,16 @@ class StepWatch:
                     nll,
                     counts,
                 )
-        sums = all_reduce_sums([*by_source.values(), *by_kind.values()])
+        routed = [] if self._routing is None else self._routing.values()
+        sums = all_reduce_sums([*routed, *by_source.values(), *by_kind.values()])
+        routed, sums = sums[: len(routed)], sums[len(routed) :]
         losses = _losses(names, sums)
         shares = self._loader.shares(after)
         tables: dict[str, Any] = {"sources": {name: losses[name] | shares.get(name, {}) for name in names}}
         if self._kinds:
             tables["objectives"] = _losses(self._kinds, sums[2 * len(names) :])
+        if self._routing is not None:
+            tables |= self._routing.fields(routed)
         return tables if self._layers is None else tables | self._layers.tables()
 
     def _sources(self, batch: Batch) -> NDArray[np.int64]:
