@@ -22,11 +22,11 @@ from pretrain.metrics.definitions import unknown_fields
 from pretrain.store import Store, open_store
 from tests.data_read.corpus import random_documents, write_tokens
 
-CONFIG = Path(__file__).parents[2] / "configs/tests/tiny-decoder.yaml"
+CONFIGS = Path(__file__).parents[2] / "configs/tests"
 STEPS, KILLS, SEED = 20, 2, 5
 
 
-def _prove(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _prove(tmp_path: Path, *words: str, config: str = "tiny-decoder") -> subprocess.CompletedProcess[str]:
     tokenizer = tmp_path / "tokenizer.json"
     train_bpe([Path(__file__).read_text()], 300).save(tokenizer)
     write_tokens(tmp_path / "text", random_documents(600, 40), tokenizer, block_tokens=256, shard_blocks=8)
@@ -38,7 +38,7 @@ def _prove(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
         "checkpoint.every_steps=4",
     )
     return subprocess.run(
-        [sys.executable, "-m", "launch.cli", "prove", str(CONFIG), *overrides, *words],
+        [sys.executable, "-m", "launch.cli", "prove", str(CONFIGS / f"{config}.yaml"), *overrides, *words],
         env={**os.environ, "PRETRAIN_HOME": str(tmp_path / "runs")},
         capture_output=True,
         text=True,
@@ -46,11 +46,12 @@ def _prove(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parametrize("config", ["tiny-decoder", pytest.param("tiny-moe", marks=pytest.mark.slow)])
 def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouched_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
     planned = plan_kills(KILLS, total_steps=STEPS, num_ranks=2, seed=SEED)
-    done = _prove(tmp_path, f"--kills={KILLS}", f"--seed={SEED}", "--json", "--keep")
+    done = _prove(tmp_path, f"--kills={KILLS}", f"--seed={SEED}", "--json", "--keep", config=config)
     assert done.returncode == 0, done.stderr
     proof = json.loads(done.stdout)
     assert proof["equal"]
