@@ -16,8 +16,11 @@ import torch
 
 from launch.trained import Trained
 from pretrain.config import RunConfig
-from pretrain.config.schema import SourceConfig
+from pretrain.config.capacity import most_sentinels, row_capacity
+from pretrain.config.objectives import AnyObjective, CausalLMObjective
+from pretrain.config.schema import BatchConfig, SourceConfig
 from pretrain.data.format import read_manifest
+from pretrain.data.special_tokens import all_sentinels
 from pretrain.data.validation import ValidationSet, open_validation
 from pretrain.errors import UserError
 from pretrain.generate.beam import BeamOptions
@@ -142,9 +145,8 @@ def _plain_config(trained: Trained, sources: Mapping[str, str]) -> RunConfig:
         )
     manifest = read_manifest(open_store(next(iter(sources.values()))))
     pairs = manifest.kind == "pairs"
-    longest = min(_ROW_TOKENS, getattr(trained.config, "max_length", None) or _ROW_TOKENS)
-    length = manifest.target_capacity if pairs else math.gcd(manifest.block_tokens, 1 << (longest.bit_length() - 1))
-    known = trained.objective.model_dump() if trained.objective and trained.objective.kind != "seq2seq" else None
+    objective = {"kind": "seq2seq"} if pairs else _text_objective(trained).model_dump()
+    length = manifest.target_capacity if pairs else _row_length(trained, manifest.block_tokens)
     named = {name: {"path": path} for name, path in sources.items()}
     return RunConfig.model_validate(
         {
@@ -152,7 +154,7 @@ def _plain_config(trained: Trained, sources: Mapping[str, str]) -> RunConfig:
             "seed": 0,
             "tokenizer": "tokenizer.json",
             "data": {"sources": named, "validation": named},
-            "objective": {"kind": "seq2seq"} if pairs else known or {"kind": "causal_lm"},
+            "objective": objective,
             "model": trained.config.model_dump(),
             "batch": {
                 "global_batch_size": 4,
@@ -165,3 +167,25 @@ def _plain_config(trained: Trained, sources: Mapping[str, str]) -> RunConfig:
             "checkpoint": {"every_steps": 1},
         }
     )
+
+
+def _text_objective(trained: Trained) -> AnyObjective:
+    """What text is measured by."""
+    known = trained.objective
+    return CausalLMObjective() if known is None or known.kind == "seq2seq" else known
+
+
+def _row_length(trained: Trained, block_tokens: int) -> int:
+    """Tokens of text in a row: a part of a block, short enough for positions and sentinels that there are."""
+    objective, positions = _text_objective(trained), getattr(trained.config, "max_length", None)
+    sentinels = len(all_sentinels(trained.tokenizer.special_ids))
+
+    def fits(length: int) -> bool:
+        batch = BatchConfig(global_batch_size=4, micro_batch_size=4, sequence_length=length)
+        longest = row_capacity(objective, batch, trained.config.layout).longest
+        return most_sentinels(objective, length) <= sentinels and (positions is None or longest <= positions)
+
+    length = math.gcd(block_tokens, _ROW_TOKENS)
+    while length % 2 == 0 and not fits(length):
+        length //= 2
+    return length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 from launch import cli
+from launch.evaluation import measure_losses
 from launch.trained import open_trained
 from pretrain.checkpoint import list_checkpoints, read_weights
 from pretrain.config.schema import PrefixLMObjective
@@ -65,7 +67,14 @@ def _an_export_is_asked_as_its_run(folder: Path, capsys: pytest.CaptureFixture[s
     assert json.loads((out / "objective.json").read_text()) == {"kind": "prefix_lm", "bidirectional_prefix": True}
     AutoModelForCausalLM.from_pretrained(out)
     AutoTokenizer.from_pretrained(out)
+    held = {"text": str(folder / "text" / "validation")}
+    losses = _losses(out, capsys)
     run, export = open_trained("prefix"), open_trained(str(out))
+    assert run.run is not None
+    batch = run.run.batch.model_copy(update={"sequence_length": 256, "global_batch_size": 4, "micro_batch_size": 4})
+    same = replace(run, run=run.run.model_copy(update={"batch": batch, "seed": 0}))  # as an export is measured
+    expected = measure_losses(same, held, max_rows=None, say=lambda text: None)["text"]
+    assert (losses["target_tokens"], losses["loss"]) == (expected.target_tokens, pytest.approx(expected.loss, abs=1e-6))
     assert run.objective == export.objective == PrefixLMObjective()
     ids = run.writer.prompt("the cat sees a tree under the house").ids
     both, exported = (writer.begin([ids], 1).logits for writer in (run.writer, export.writer))
@@ -73,6 +82,15 @@ def _an_export_is_asked_as_its_run(folder: Path, capsys: pytest.CaptureFixture[s
     (out / "objective.json").unlink()
     causal = open_trained(str(out)).writer.begin([ids], 1).logits
     assert not torch.allclose(both, causal, atol=1e-4)
+    assert _losses(out, capsys)["target_tokens"] > 1.5 * expected.target_tokens  # all tokens, not those behind a prefix
+
+
+def _losses(out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
+    capsys.readouterr()
+    held = f"text={out.parent / 'text' / 'validation'}"
+    assert cli.main(["evaluate", str(out), "--data", held, "--json"]) == 0
+    found: dict[str, float] = json.loads(capsys.readouterr().out)["validation"]["text"]
+    return found
 
 
 def test_rows_without_a_token_are_told_and_never_come_out_in_transformers(
