@@ -39,9 +39,9 @@ from pretrain.topology import World
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("runs/benchmarks/follow")
-VOCABULARY, LENGTH, ROWS = 8192, 256, 16
+VOCABULARY, LENGTH, ROWS = 4096, 256, 16
 TOKENS_AT_ONCE = 4096  # of a padded batch of theirs
-STEPS, QUICK_STEPS = 200, 8
+STEPS, QUICK_STEPS = 150, 8
 BYTES = 8 * 10**6
 EARLY = 20
 ENDS = 50  # last steps that the means are of
@@ -68,15 +68,15 @@ BATCH = {"global_batch_size": ROWS, "micro_batch_size": 4, "sequence_length": LE
 CASES = {
     "t5": Case(
         "T5 on prose, span corruption", "prose", "T5ForConditionalGeneration", {"kind": "span_corruption"},
-        {**SIZES, "family": "t5", "num_encoder_layers": 3, "num_decoder_layers": 3, "tied_embeddings": False}, {},
+        {**SIZES, "family": "t5", "num_encoder_layers": 2, "num_decoder_layers": 2, "tied_embeddings": False}, {},
     ),
     "bert": Case(
         "BERT on prose, masked tokens", "prose", "BertForMaskedLM", {"kind": "masked_lm"},
-        {**SIZES, "family": "encoder", "num_layers": 4, "max_length": LENGTH}, {},
+        {**SIZES, "family": "encoder", "num_layers": 3, "max_length": LENGTH}, {},
     ),
     "llama": Case(
         "Llama-like on code, next tokens", "code", "LlamaForCausalLM", {"kind": "causal_lm"},
-        {**SIZES, "family": "decoder", "num_layers": 4, "num_kv_heads": 2}, {},
+        {**SIZES, "family": "decoder", "num_layers": 3, "num_kv_heads": 2}, {},
     ),
 }  # fmt: skip
 
