@@ -39,8 +39,11 @@ if not os.environ.get("PRETRAIN_NO_TYPE_HOOK"):
 
 # Tests that start ranks, agents or servers, or measure time, run one after another; beside them run the others.
 _ONE_BY_ONE = {"chaos", "launch", "prove", "train"}
-_COMPUTE_ONLY = {"test_moves.py", "test_plan.py", "test_policy.py", "test_render.py", "test_render_kuberay.py",
-                 "test_simulation.py"}  # fmt: skip
+# What only computes, or starts ranks that have all the time in the world.
+_BESIDE = {"test_catalogues.py", "test_experts_runs.py", "test_health.py", "test_lm_eval.py", "test_moves.py",
+           "test_plan.py", "test_policy.py", "test_proof.py", "test_records.py", "test_render.py",
+           "test_render_kuberay.py", "test_routing_watch.py", "test_simulation.py", "test_targets.py",
+           "test_translations.py"}  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -52,7 +55,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
             *_, folder, file = path.split("/")
-            return "one by one" if folder in _ONE_BY_ONE and file not in _COMPUTE_ONLY else path
+            return "one by one" if folder in _ONE_BY_ONE and file not in _BESIDE else path
 
     return ByFolder(config, log)
 

@@ -147,6 +147,8 @@ def test_a_real_run_writes_every_field_of_the_registry_that_this_machine_has(pla
                     seen |= {f"{table}.{name}" for name, value in row.items() if value is not None}
     elsewhere = {"memory_copy_step"}  # with copies in memory: tests/train/test_runs
     elsewhere |= {"objectives.loss", "objectives.target_tokens"}  # with ul2: tests/train/test_step_watch
+    # Of a mixture of experts: tests/train/test_experts_runs.
+    elsewhere |= {"balance_loss", "router_z_loss", "largest_expert_share", "idle_experts"}
     elsewhere |= {"validation.bleu", "validation.chrf", "validation.sentences"}  # of pairs: tests/train/test_pairs
     cuda = {"allocated_bytes", "reserved_bytes", "ranks.allocated_bytes", "ranks.reserved_bytes"}
     assert known - seen - {"warnings"} == elsewhere | (set() if torch.cuda.is_available() else cuda)
