@@ -21,6 +21,7 @@ import gzip
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -136,12 +137,18 @@ def _environment(folder: Path, threads: int) -> dict[str, str]:
 
 
 def _run(folder: Path, command: list[str], threads: int = 1) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=_environment(folder, threads), capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-3000:]}")
-    return done.stdout
+    with subprocess.Popen(
+        [sys.executable, *command], cwd=folder, env=_environment(folder, threads), stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # also the ranks of a launcher
+            raise
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}: {err[-3000:]}")
+    return out
 
 
 def _pretrain(folder: Path, *words: str) -> str:
