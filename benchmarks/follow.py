@@ -5,7 +5,8 @@ step), reads the documents of every step one to a row and padded, as people do w
 torch's AdamW with torch's clipping; only the rows of a step and its rate are taken from ours. T5 (span corruption) and
 BERT (masked tokens) learn prose, the Llama-like model code: see `benchmarks.build` for the texts. Losses are nats
 per target of every step. Two trainings that compute the same differ by rounding only, which grows with the steps; a
-different one differs from the first steps on. `runs/benchmarks/follow` keeps `log.jsonl` and `losses.png`.
+different one differs from the first steps on. `runs/benchmarks/follow` keeps the losses of each (`t5.log.jsonl` …) and
+a picture of all, `losses.png`.
 """
 
 from __future__ import annotations
@@ -233,33 +234,48 @@ def train_theirs(folder: Path, name: str, config: RunConfig, records: list[dict[
 # ------------------------------------------------------------------------------------------- results
 
 
+PARTS = {name: case.title for name, case in CASES.items()}
+
+
 def measure(*, quick: bool, command: str) -> list[Result]:
     """Largest differences of the losses, early and over the whole run, and the mean of the last steps on both sides."""
+    return [result for name in PARTS for result in measure_part(name, quick=quick, command=command)]
+
+
+def measure_part(part: str, *, quick: bool, command: str) -> list[Result]:
+    """One of the models; the picture has all that were measured here before."""
     folder = FOLDER.absolute()
     prepare(folder)
-    results, lines, panels = [], [], []
+    config = config_of(folder, part, QUICK_STEPS if quick else STEPS)
+    records = train_ours(folder, part)
+    theirs = train_theirs(folder, part, config, records)
+    lines = [
+        {"run": part, "step": record["step"], "ours": record["loss"], "theirs": round(their, 6)}
+        for record, their in zip(records, theirs, strict=True)
+    ]
+    (folder / f"{part}.log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _draw(folder)
+    apart = [abs(line["ours"] - line["theirs"]) for line in lines]
+    last = lines[-ENDS:]
+    ends = [sum(line[side] for line in last) / len(last) for side in ("ours", "theirs")]
+    peer = f"transformers' {CASES[part].peer}, loss of the last {len(last)} steps"
+    return [
+        Result(f"follow.{part}_loss", ends[0], "nats/token", peer, ends[1], 1, command),
+        Result(f"follow.{part}_apart_early", max(apart[:EARLY]), "nats/token", "largest, first 20 steps", None, 1,
+               command),
+        Result(f"follow.{part}_apart", max(apart), "nats/token", "largest, all steps", None, 1, command),
+    ]  # fmt: skip
+
+
+def _draw(folder: Path) -> None:
+    panels = []
     for name, case in CASES.items():
-        config = config_of(folder, name, QUICK_STEPS if quick else STEPS)
-        records = train_ours(folder, name)
-        ours = [record["loss"] for record in records]
-        theirs = train_theirs(folder, name, config, records)
-        lines += [
-            {"run": name, "step": record["step"], "ours": our, "theirs": round(their, 6)}
-            for record, our, their in zip(records, ours, theirs, strict=True)
-        ]
-        steps = [record["step"] for record in records]
-        curves = [Curve("ours", "pretrain, 2 ranks, ZeRO-2", steps, ours),
-                  Curve("theirs", f"transformers' {case.peer}", steps, theirs)]  # fmt: skip
+        path = folder / f"{name}.log.jsonl"
+        if not path.exists():
+            continue
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = [line["step"] for line in lines]
+        curves = [Curve("ours", "pretrain, 2 ranks, ZeRO-2", steps, [line["ours"] for line in lines]),
+                  Curve("theirs", f"transformers' {case.peer}", steps, [line["theirs"] for line in lines])]  # fmt: skip
         panels.append(Panel(case.title, "step", "nats per target token", curves))
-        apart = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-        ends = [sum(side[-ENDS:]) / len(side[-ENDS:]) for side in (ours, theirs)]
-        peer = f"transformers' {case.peer}, loss of the last {min(ENDS, len(steps))} steps"
-        results += [
-            Result(f"follow.{name}_loss", ends[0], "nats/token", peer, ends[1], 1, command),
-            Result(f"follow.{name}_apart_early", max(apart[:EARLY]), "nats/token", "largest, first 20 steps", None, 1,
-                   command),
-            Result(f"follow.{name}_apart", max(apart), "nats/token", "largest, all steps", None, 1, command),
-        ]  # fmt: skip
-    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     draw(folder / "losses.png", "The same weights, rows and rates: training losses", panels)
-    return results

@@ -28,7 +28,7 @@ from pretrain.metrics.evaluations import FOLDER, evaluation_key, write_evaluatio
 from pretrain.rundir import RunDirectory
 from pretrain.train.watch import die_with_parent
 
-LOOK_EVERY_S = 2.0
+LOOK_EVERY_S, LOOK_REMOTE_EVERY_S = 2.0, 15.0  # an object store asks a price for every look
 NICENESS = 10  # a slot may share its cores with ranks
 
 
@@ -77,16 +77,16 @@ class Evaluator:
     def _look(self) -> bool:
         """Measures the newest checkpoint that was not measured, or waits a little; True when all is over."""
         ended = has_ended(self.run.status())  # before the look: the last checkpoint is published before the end
-        infos = [info for info in list_checkpoints(self.run.checkpoints) if info.problem is None]
         done = set(self.run.store.list(FOLDER))
-        left = [
-            info
-            for info in infos
-            if info.name not in self.damaged and evaluation_key(info.name, self.average) not in done
-        ]
+        new = [name for name in self.run.checkpoints.names() if evaluation_key(name, self.average) not in done]
+        new = [name for name in new if name not in self.damaged]
+        # A look at checkpoints asks for the size of every file; most looks find that there is nothing new.
+        infos = [info for info in list_checkpoints(self.run.checkpoints) if info.problem is None] if new else []
+        left = [info for info in infos if info.name in new]
         if not left:
             if not ended:
-                time.sleep(LOOK_EVERY_S)
+                is_remote = self.run.store.local_path(FOLDER) is None
+                time.sleep(LOOK_REMOTE_EVERY_S if is_remote else LOOK_EVERY_S)
             return ended
         info = left[0]
         try:

@@ -45,18 +45,16 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Loads run, tokenizer and weights, looks, draws, prints facts and warnings."""
-    from launch.trained import tokenizer_of
-    from pretrain.checkpoint import newest_checkpoint, read_weights
+    from launch.trained import open_checkpoints
+    from pretrain.checkpoint import newest_checkpoint
     from pretrain.generate.attention import inspect_attention
     from pretrain.generate.attention_picture import draw_inspection
-    from pretrain.generate.load import load_model
     from pretrain.rundir import RunDirectory
 
     directory = RunDirectory.locate(args.run)
-    config = directory.config()
     name = args.checkpoint or newest_checkpoint(directory.checkpoints)
-    model = load_model(config, read_weights(directory.checkpoints, name), f"{directory.url}/checkpoints/{name}")
-    found = inspect_attention(model, config.model, tokenizer_of(directory, config), args.prompt, args.target)
+    writer = open_checkpoints(directory, directory.config(), [name]).writer
+    found = inspect_attention(writer, args.prompt, args.target)
     picture = draw_inspection(f"{directory.name}, {name}", found, _layers_to_draw(found, args.layer))
     if args.out is None:
         key = f"plots/attention-{name}.png"

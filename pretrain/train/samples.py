@@ -93,7 +93,7 @@ def _draw(writer: Writer, config: RunConfig, step: int) -> bytes | None:
     assert config.eval.samples is not None
     prompt = config.eval.samples.prompts[0]
     try:
-        found = inspect_attention(writer.model, config.model, writer.tokenizer, prompt)
+        found = inspect_attention(writer, Question(prompt, gap=config.eval.samples.gap))
         return draw_inspection(f"{config.name}, step {step}", found, last_layers(found))
     except PretrainError:
         return None  # the prompt's sample says why

@@ -6,11 +6,14 @@ import io
 import math
 
 import pytest
+import torch
 from PIL import Image
 
+from pretrain.config.schema import PrefixLMObjective
 from pretrain.data.tokenizer import Tokenizer, train_bpe
 from pretrain.errors import UserError
 from pretrain.generate.attention import inspect_attention
+from pretrain.generate.text import Writer
 from pretrain.metrics.attention_plot import EntropyGrid, HeadPicture, draw_attention
 from pretrain.model.registry import build_model
 from tests.generate.test_text import _config as config_of
@@ -24,7 +27,7 @@ def tokenizer() -> Tokenizer:
 def test_words_stand_beside_the_maps_on_both_sides(tokenizer: Tokenizer) -> None:
     config = config_of("encoder_decoder", tokenizer.vocabulary_size)
     model = build_model(config.model, config.loss, seed=1).eval()
-    found = inspect_attention(model, config.model, tokenizer, "the cat", "the dog sat")
+    found = inspect_attention(Writer(model, config.model, tokenizer), "the cat", "the dog sat")
     names = [item.name for item in found.maps]
     assert names == ["encoder.0", "decoder.0", "cross.0"]
     source = len(tokenizer.encode_batch(["the cat"])[0]) + 1  # and the end-of-text id
@@ -37,10 +40,28 @@ def test_words_stand_beside_the_maps_on_both_sides(tokenizer: Tokenizer) -> None
     assert "".join(found.words[1:]) == "the dog sat"
 
 
+def test_a_prompt_is_seen_as_its_objective_trained_it(tokenizer: Tokenizer) -> None:
+    config = config_of("decoder", tokenizer.vocabulary_size)
+    model = build_model(config.model, config.loss, seed=1).eval()
+    above = {}
+    for objective in (None, PrefixLMObjective()):
+        (found,) = inspect_attention(Writer(model, config.model, tokenizer, objective), "the cat sat").maps
+        assert found.name == "decoder.0"
+        above[objective] = float(found.weights.triu(1).sum())
+        torch.testing.assert_close(found.weights.sum(-1), torch.ones_like(found.weights[..., 0]))
+    assert above[None] == 0  # no query sees what comes later
+    assert above[PrefixLMObjective()] > 0.1
+    sides = config_of("encoder_decoder", tokenizer.vocabulary_size)
+    pair = build_model(sides.model, sides.loss, seed=1).eval()
+    asked = inspect_attention(Writer(pair, sides.model, tokenizer, PrefixLMObjective()), "the cat", "the dog")
+    assert asked.source_words is not None
+    assert len(asked.source_words) == len(tokenizer.encode_batch(["the cat"])[0])  # a prefix goes on: no end behind it
+
+
 def test_without_a_target_the_model_writes_one(tokenizer: Tokenizer) -> None:
     config = config_of("encoder_decoder", tokenizer.vocabulary_size)
     model = build_model(config.model, config.loss, seed=1).eval()
-    found = inspect_attention(model, config.model, tokenizer, "the cat")
+    found = inspect_attention(Writer(model, config.model, tokenizer), "the cat")
     assert 1 <= len(found.words) <= 65
 
 
@@ -56,7 +77,7 @@ def test_what_cannot_be_drawn_is_refused(tokenizer: Tokenizer, text: str, target
     config = config_of("decoder", tokenizer.vocabulary_size)
     model = build_model(config.model, config.loss, seed=1).eval()
     with pytest.raises(UserError, match=message):
-        inspect_attention(model, config.model, tokenizer, text, target)
+        inspect_attention(Writer(model, config.model, tokenizer), text, target)
 
 
 def test_the_picture_draws_any_word_and_many_heads() -> None:
