@@ -202,6 +202,9 @@ def train_theirs(folder: Path, name: str, config: RunConfig, records: list[dict[
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     model = getattr(transformers, CASES[name].peer).from_pretrained(first).train()
+    for key, parameter in model.named_parameters():
+        if "token_type_embeddings" in key:  # a vector that is added everywhere; ours has none, and it would learn too
+            parameter.requires_grad_(False)
     groups = [
         {"params": [p for p in model.parameters() if (p.ndim >= 2) == decays], "weight_decay": 0.1 * decays}
         for decays in (True, False)
