@@ -104,7 +104,7 @@ class Evaluator:
         """Writes the record of one checkpoint, from the mean of `names`. Raises PretrainError."""
         start = time.monotonic()
         trained = open_checkpoints(self.run, self.config, names)
-        label = f" (mean of {len(names)})" if self.average > 1 else ""
+        label = f" (mean of {self.average})" if self.average > 1 else ""  # one curve, also where there are fewer yet
         values: dict[str, dict[str, float | int]] = {}
         if self.config.data.validation:
             losses = measure_losses(trained, {}, max_rows=None, say=lambda text: None)

@@ -86,7 +86,8 @@ def _follow(args: argparse.Namespace) -> int:
     given = [
         option
         for option, value in (("--data", args.data), ("--pairs", args.pairs), ("--checkpoint", args.checkpoint),
-                              ("--max-rows", args.max_rows), ("--samples", args.samples), ("--json", args.json))
+                              ("--max-rows", args.max_rows), ("--samples", args.samples), ("--beams", args.beams),
+                              ("--json", args.json))
         if value
     ]  # fmt: skip
     if given:
@@ -98,10 +99,14 @@ def _follow(args: argparse.Namespace) -> int:
     config = run.config()
     if not config.data.validation and config.eval.translation is None:
         raise UserError(
-            f"{run.url} has neither data.validation nor eval.translation. It is measured on what was held out. "
+            f"{run.url} has neither data.validation nor eval.translation. Checkpoints are measured on held-out text. "
             "Resume the run with one of them, or evaluate it with --data NAME=DIR."
         )
-    average = args.average or (config.eval.checkpoints.average if config.eval.checkpoints else 1)
+    average = args.average
+    if average is None:
+        average = config.eval.checkpoints.average if config.eval.checkpoints else 1
+    if average < 1:
+        raise UserError(f"--average={average} is a mean of nothing. It takes at least one checkpoint. Set --average 5.")
     Evaluator(run, config, average, lambda text: print(text, flush=True)).follow()
     return ExitCode.DONE
 

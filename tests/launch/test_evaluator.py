@@ -132,7 +132,7 @@ def test_following_a_run_that_has_ended_measures_means_of_its_checkpoints_once(
     assert [line.split()[0] for line in told.splitlines()] == [names[12], names[9], names[6], names[3]]  # newest first
     record = json.loads(run.store.get(evaluation_key(names[9], 2)))
     assert record["checkpoints"] == [names[9], names[6]]
-    assert list(json.loads(run.store.get(evaluation_key(names[3], 2)))["validation"]) == ["text (mean of 1)"]
+    assert json.loads(run.store.get(evaluation_key(names[3], 2)))["checkpoints"] == [names[3]]
     reader = RunReader(run)  # of the dashboard
     reader.refresh()
     shown = {(point.step, point.values["loss"]) for point in reader.validations if point.source == "text (mean of 2)"}
@@ -168,3 +168,5 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_measured(
 def test_what_does_not_go_together_is_refused(untouched: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate", untouched.url, "--follow", "--pairs", "x.jsonl"]) == 2
     assert "--pairs does not go with --follow" in capsys.readouterr().err
+    assert cli.main(["evaluate", untouched.url, "--follow", "--average", "-1"]) == 2
+    assert "--average=-1 is a mean of nothing" in capsys.readouterr().err
