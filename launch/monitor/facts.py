@@ -55,6 +55,10 @@ _TILES = (
     "reserved_bytes",
     "straggling",
     "memory_copy_step",
+    "balance_loss",
+    "router_z_loss",
+    "largest_expert_share",
+    "idle_experts",
 )
 
 

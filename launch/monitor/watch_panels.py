@@ -169,6 +169,11 @@ def _step(facts: Facts) -> list[str]:
         hfu = f", HFU {100 * values['hfu']:.1f} %" if values["hfu"] is not None else ""
         peak = f" of {_flops(values['peak_flops'])} a rank" if values["peak_flops"] else ""
         lines.append(f"{'MFU':<11}{100 * values['mfu']:.1f} %{hfu}{peak}")
+    if values["largest_expert_share"] is not None:
+        share, idle = 100 * values["largest_expert_share"], values["idle_experts"]
+        lines.append(f"{'experts':<11}fullest {share:.1f} %, without a token {idle}")
+        losses = f"balance loss {values['balance_loss']:.3f}, z loss {values['router_z_loss']:.3g}"
+        lines.append(f"{'routers':<11}{losses}")
     named = (("host", "host_bytes"), ("allocated", "allocated_bytes"), ("reserved", "reserved_bytes"))
     memory = [f"{word} {_bytes(values[name])}" for word, name in named if values[name] is not None]
     return [*lines, f"{'memory':<11}{', '.join(memory)}"] if memory else lines

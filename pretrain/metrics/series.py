@@ -40,9 +40,21 @@ STEP_SERIES = {
     "allocated_bytes": "pretrain_allocated_bytes",
     "reserved_bytes": "pretrain_reserved_bytes",
     "memory_copy_step": "pretrain_memory_copy_step",
+    "balance_loss": "pretrain_expert_balance_loss",
+    "router_z_loss": "pretrain_router_z_loss",
+    "largest_expert_share": "pretrain_largest_expert_share_ratio",
+    "idle_experts": "pretrain_idle_experts",
 }
 TABLE_SERIES = {
-    "validation": ("source", {"loss": "pretrain_validation_loss", "bits_per_byte": "pretrain_validation_bpb"}),
+    "validation": (
+        "source",
+        {
+            "loss": "pretrain_validation_loss",
+            "bits_per_byte": "pretrain_validation_bpb",
+            "bleu": "pretrain_validation_bleu",
+            "chrf": "pretrain_validation_chrf",
+        },
+    ),
     "sources": (
         "source",
         {

@@ -201,8 +201,9 @@ def test_prometheus_has_them_and_answers_every_query_of_the_grafana_dashboard(
     own = [found["pretrain_rank_own_seconds", f'run="planted",rank="{rank}"'] for rank in (0, 1)]
     assert own[1] > own[0] + PLAN["slow_s"]
     with prometheus(urlsplit(server.url).netloc, tmp_path) as address:
-        empty = [(title, query) for title, query in QUERIES if not ask(address, query.replace("$run", ".*"))]
-        assert empty == []
+        empty = {title for title, query in QUERIES if not ask(address, query.replace("$run", ".*"))}
+        # This run has neither: tests/monitor/test_prometheus has their series.
+        assert empty == {"Held-out translations", "Experts: share of the fullest, number without a token"}
         rules = json.loads(ask(address, "", path="rules"))["data"]["groups"][0]["rules"]
         assert {rule["health"] for rule in rules} == {"ok"}
     assert len(rules) == len(re.findall("- alert:", (FILES / "alerts.yaml").read_text()))

@@ -40,9 +40,14 @@ def home(tmp_path: Path) -> Path:
         "mfu": 0.4,
         "eta_s": 90.0,
         "tokens": 600,
+        "balance_loss": 2.5,
+        "router_z_loss": 0.75,
+        "largest_expert_share": 0.375,
+        "idle_experts": 3,
     }
     held_out = validation(now - 4, 60, 1.0)
     held_out["validation"]["text"]["bits_per_byte"] = 1.25
+    held_out["validation"]["translation"] = {"bleu": 21.5, "chrf": 44.0, "sentences": 50}
     write_run(tmp_path, "alive", journal.events, {1: [step(now - 75, 12, 1.0)], 2: [row, held_out]}, this_process())
     ended, records = calm()
     write_run(tmp_path, "calm", ended.events, records)
@@ -68,6 +73,10 @@ def test_a_living_run_has_every_series_and_an_ended_one_its_state(home: Path) ->
     assert found["pretrain_faults_total", 'run="alive",cause="application"'] == 1
     assert found["pretrain_faults_total", 'run="alive",cause="node"'] == 0
     assert found["pretrain_validation_bpb", 'run="alive",source="text"'] == 1.25
+    experts = ("expert_balance_loss", "router_z_loss", "largest_expert_share_ratio", "idle_experts")
+    assert [found[f"pretrain_{name}", 'run="alive"'] for name in experts] == [2.5, 0.75, 0.375, 3]
+    translated = [found[f"pretrain_validation_{name}", 'run="alive",source="translation"'] for name in ("bleu", "chrf")]
+    assert translated == [21.5, 44.0]
     assert found["pretrain_run_state", 'run="calm",state="completed"'] == 1
     assert {name for name, labels in found if "calm" in labels} == {"pretrain_run_state"}
     spent = [value for (name, _), value in found.items() if name == "pretrain_spent_seconds"]
@@ -95,7 +104,7 @@ def test_each_alert_fires_for_its_trouble_and_not_for_a_calm_run() -> None:
     done = subprocess.run([program("promtool"), "test", "rules", tests], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     alerts = re.findall(r"- alert: (\w+)", (FILES / "alerts.yaml").read_text())
-    assert len(alerts) == 8
+    assert len(alerts) == 9
     for alert in alerts:
         firing = re.findall(rf"alertname: {alert}\n +eval_time: \w+\n +exp_alerts:\n +- exp_labels", tests.read_text())
         assert firing, alert
@@ -106,7 +115,7 @@ def test_the_grafana_dashboard_uses_only_series_that_are_exported() -> None:
     used |= set(re.findall(r"pretrain_\w+", (FILES / "alerts.yaml").read_text()))
     assert used <= set(SERIES)
     idents = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(idents)) == len(idents) == 24
+    assert len(set(idents)) == len(idents) == 26
     cells = [
         (x, y)
         for box in (panel["gridPos"] for panel in DASHBOARD["panels"])

@@ -12,6 +12,8 @@ export function tiles(facts) {
     bits && [`bits/byte, ${bits[0]}`, number(bits[1].bits_per_byte)],
     ["tokens/s", count(status.tokens_per_second)],
     values.mfu != null && ["MFU", percent(values.mfu), `of ${flops(values.peak_flops)} a rank${values.hfu > values.mfu ? `; with recomputation ${percent(values.hfu)}` : ""}`],
+    values.largest_expert_share != null && ["fullest expert", percent(values.largest_expert_share),
+      values.idle_experts ? `${values.idle_experts} without a token` : "each has tokens"],
     values.host_bytes != null && ["host memory", bytes(values.host_bytes)],
     facts.living ? ["time left", duration(values.eta_s)] : ["tokens seen", count(values.tokens)],
     ["goodput", percent(ledger.goodput)],
