@@ -24,8 +24,13 @@ options="--disable-usage-stats --node-ip-address=$my_ip --num-cpus=@RAY_CPUS@ --
 options="$options --object-store-memory=@OBJECT_STORE@"
 if [ "$SKYPILOT_NODE_RANK" -gt 0 ]; then
   until (exec 3<> "/dev/tcp/$head_ip/6379") 2> /dev/null; do sleep 1; done
-  # shellcheck disable=SC2086
-  exec ray start --block --address="$head_ip:6379" $options
+  # As long as there is a head, also after a fault here. Its end ends the run, and it alone says whether well.
+  while (exec 3<> "/dev/tcp/$head_ip/6379") 2> /dev/null; do
+    # shellcheck disable=SC2086
+    ray start --block --address="$head_ip:6379" $options
+    sleep 1
+  done
+  exit 0
 fi
 cat > "$work/run.yaml" <<'END_OF_CONFIG'
 @CONFIG@END_OF_CONFIG

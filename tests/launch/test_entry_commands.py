@@ -19,7 +19,6 @@ import pytest
 import yaml
 
 from tests.launch.rendered import IMAGE
-from tests.launch.rendered import rendered as rendered_task
 from tests.launch.runs import RANK_COMMAND, ROOT, run_cli, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -124,24 +123,3 @@ def test_the_run_of_a_skypilot_task_ends_with_the_run_on_its_first_node(tmp_path
     environment = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "127.0.0.1", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     done = in_namespaces(tmp_path, script, **environment)
     check_completed(tmp_path, done)
-
-
-def test_skypilots_own_parser_reads_the_task_and_would_find_a_mistake(tmp_path: Path) -> None:
-    """In a venv of its own: SkyPilot's packages are many, and other versions than ours."""
-    python = tmp_path / "venv" / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    install = [str(python), "-m", "pip", "install", "--quiet", "skypilot==0.14.1"]
-    subprocess.run(install, check=True, capture_output=True, timeout=500)
-    text = rendered_task("skypilot")
-    program = "import sys, sky; task = sky.Task.from_yaml(sys.argv[1]); print(task.name, task.num_nodes)"
-
-    def parse(content: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "task.yaml").write_text(content)
-        environment = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1", "PYTHONPATH": ""}
-        words = [str(python), "-c", program, str(tmp_path / "task.yaml")]
-        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
-
-    sound = parse(text)
-    assert sound.returncode == 0, sound.stderr
-    assert sound.stdout.split() == ["tiny", "5"]
-    assert "num_nodes" in parse(text.replace("num_nodes", "num_node")).stderr
