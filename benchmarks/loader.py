@@ -78,8 +78,7 @@ def loader_config(corpus: Corpus) -> RunConfig:
 
 
 def open_ours(corpus: Corpus) -> Loader:
-    byte_lengths = np.full(VOCABULARY, 4, dtype=np.int32)
-    return open_loader(loader_config(corpus), byte_lengths, World(), tokenizer_sha256="0" * 64)
+    return open_loader(loader_config(corpus), None, World(), tokenizer_sha256="0" * 64)
 
 
 def ours(corpus: Corpus) -> Batches:

@@ -46,12 +46,11 @@ def dry_run(config: RunConfig, *, resume: ResumeMode) -> int:
             f"{tokenizer.vocabulary_size}. Every id needs a row. Set model.vocabulary_size="
             f"{tokenizer.vocabulary_size} or more."
         )
-    lengths = tokenizer.byte_lengths()
     known: dict[str, Any] = {"tokenizer_sha256": tokenizer.sha256, "special_ids": tokenizer.special_ids}
-    with contextlib.closing(open_loader(config, lengths, World(), **known)) as loader:
+    with contextlib.closing(open_loader(config, None, World(), **known)) as loader:
         sources = ", ".join(loader.source_names)
         shapes = steps_by_segment(loader.initial_state(), 0, config.schedule.total_steps)
-    validation = ", ".join(open_validation(config, lengths, World(), **known)) or "none"
+    validation = ", ".join(open_validation(config, tokenizer.byte_lengths(), World(), **known)) or "none"
     counts = parameter_counts(config.model)
     print(f"run         {config.name} in {home_url()}")
     print(f"model       {config.model.family}, {counts.total:,} parameters ({counts.embedding:,} in the embedding)")

@@ -101,7 +101,7 @@ def _start_of(config: RunConfig) -> dict[str, Any]:
     from pretrain.train.state import TrainingState
 
     tokenizer = Tokenizer.load(config.tokenizer)
-    loader = open_loader(config, tokenizer.byte_lengths(), World(), tokenizer_sha256=tokenizer.sha256)
+    loader = open_loader(config, None, World(), tokenizer_sha256=tokenizer.sha256)
     try:
         return TrainingState(step=0, data=loader.initial_state()).to_json()
     finally:

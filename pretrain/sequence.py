@@ -153,7 +153,7 @@ class Batch:
         encoder_info: its layout, with as many documents as `decoder_info`.
         dropout_key: 63-bit key made from (seed, step, j): everything random in the model follows it.
         target_tokens: labels that count.
-        target_bytes: bytes of text that exactly those targets spell.
+        target_bytes: bytes of text that exactly those targets spell; 0 where its maker was not told what ids spell.
         digest: 48-bit digest of (j, ids, layout, labels); the sum over a step is the same for every
             number of ranks.
         row_tokens: decoder tokens of each row, one row after the other; None where all rows are full.

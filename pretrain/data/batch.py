@@ -56,12 +56,17 @@ def sum_digests(digests: Iterable[int]) -> int:
 
 
 def make_batch(
-    rows: Sequence[PackedRow | None], shape: BatchShape, byte_lengths: NDArray[np.integer], *, index: int, key: int
+    rows: Sequence[PackedRow | None],
+    shape: BatchShape,
+    byte_lengths: NDArray[np.integer] | None,
+    *,
+    index: int,
+    key: int,
 ) -> Batch:
     """Packs at most m rows into micro-batch `index`; missing and masked rows become padding.
 
     Args:
-        byte_lengths: [V] bytes of text that each id spells.
+        byte_lengths: [V] bytes of text that each id spells; None where the bytes of the targets are not asked for.
         key: the dropout key.
     """
     present = [row for row in rows if row is not None]
@@ -181,10 +186,12 @@ def _pack(
     return packed, np.concatenate([*lengths, np.array(padding, dtype=np.int64)]), bool(padding)
 
 
-def _count_targets(labels: I64, byte_lengths: NDArray[np.integer]) -> tuple[int, int]:
+def _count_targets(labels: I64, byte_lengths: NDArray[np.integer] | None) -> tuple[int, int]:
     """(labels that count, bytes of text that they spell)."""
     counts = labels != IGNORED_LABEL
     num = int(np.count_nonzero(counts))
+    if byte_lengths is None:
+        return num, 0
     # Ignored ones are taken as id 0 and subtracted again: selecting first takes four times as long.
     spelt = int(byte_lengths.take(labels * counts).sum(dtype=np.int64))
     return num, spelt - (labels.size - num) * int(byte_lengths[0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 import torch
@@ -32,19 +32,15 @@ class CausalBatches:
 
     Args:
         shape: of each.
-        byte_lengths: [V] bytes of text that each id spells.
+        byte_lengths: [V] bytes of text that each id spells; None where the bytes of the targets are not asked for,
+            which is an eighth of the time.
     """
 
-    def __init__(self, shape: BatchShape, byte_lengths: NDArray[np.integer]) -> None:
-        self._shape = shape
-        self._byte_lengths = byte_lengths.astype(np.int32)
+    def __init__(self, shape: BatchShape, byte_lengths: NDArray[np.integer] | None) -> None:
+        self._shape, self._byte_lengths = shape, byte_lengths
         self._num_tokens = shape.rows * shape.sequence_length
-        longest = int(self._byte_lengths.max(initial=0))
-        self._byte_table = self._byte_lengths.astype(np.uint8) if longest < 256 else self._byte_lengths
+        self._spelt = None if byte_lengths is None else _SpeltBytes(byte_lengths, self._num_tokens)
         self._pool = BufferPool()
-        self._spelt = np.empty(0, dtype=self._byte_table.dtype)
-        most_bytes = self._num_tokens * longest
-        self._bytes_dtype = np.int32 if most_bytes < 2**31 else np.int64  # a third of the time where it is enough
 
     def make(self, rows: GatheredRows, names: Sequence[tuple[int, int]]) -> list[Batch]:
         """Packs n*m gathered rows into n micro-batches: each token predicts the one behind it in its document.
@@ -109,20 +105,30 @@ class CausalBatches:
         ids, labels, positions = memory
         ids.reshape(-1, length)[:] = rows[:, :length]
         labels.reshape(-1, length)[:] = rows[:, 1:]
-        target_bytes = self._spelt_bytes(labels, ends)
+        target_bytes = repeat(0, num) if self._spelt is None else self._spelt.of(labels, ends)
         labels.reshape(-1)[ends] = IGNORED_LABEL
         _write_positions(positions.reshape(-1), begins, lengths, length)
         tensors = [one.unbind(0) for one in torch.from_numpy(memory).unbind(0)]
         return zip(*tensors, target_bytes, checksums(ids), checksums(labels), strict=True)
 
-    def _spelt_bytes(self, labels: I64, ends: I64) -> list[int]:
+
+class _SpeltBytes:
+    """Counts the bytes of text that labels spell, in arrays that are used again."""
+
+    def __init__(self, byte_lengths: NDArray[np.integer], num_tokens: int) -> None:
+        longest = int(byte_lengths.max(initial=0))
+        self._table = byte_lengths.astype(np.uint8 if longest < 256 else np.int32)
+        self._spelt = np.empty(0, dtype=self._table.dtype)
+        self._dtype = np.int32 if num_tokens * longest < 2**31 else np.int64  # a third of the time where it is enough
+
+    def of(self, labels: I64, ends: I64) -> list[int]:
         """Bytes that the labels of each micro-batch [n, T] spell, those at `ends` left out."""
         if self._spelt.size != labels.size:
-            self._spelt = np.empty(labels.size, dtype=self._byte_table.dtype)
+            self._spelt = np.empty(labels.size, dtype=self._table.dtype)
         # Ids are checked when a block is read; "raise" would check them again.
-        self._byte_table.take(labels.reshape(-1), out=self._spelt, mode="clip")
+        self._table.take(labels.reshape(-1), out=self._spelt, mode="clip")
         self._spelt[ends] = 0
-        return [int(value) for value in self._spelt.reshape(labels.shape).sum(axis=1, dtype=self._bytes_dtype)]
+        return [int(value) for value in self._spelt.reshape(labels.shape).sum(axis=1, dtype=self._dtype)]
 
 
 def _write_positions(out: I64, begins: I64, lengths: I64, row: int) -> None:
@@ -157,7 +163,7 @@ def _digest(index: int, num_tokens: int, of_ids: int, num_lengths: int, of_lengt
 
 
 def _make_padded(
-    rows: GatheredRows, shape: BatchShape, byte_lengths: NDArray[np.integer], index: int, key: int
+    rows: GatheredRows, shape: BatchShape, byte_lengths: NDArray[np.integer] | None, index: int, key: int
 ) -> Batch:
     """One micro-batch with padding behind the tokens that its rows have."""
     length, num_tokens = shape.sequence_length, shape.rows * shape.sequence_length
@@ -168,8 +174,10 @@ def _make_padded(
     labels[:num_real], labels[num_real:] = rows.ids[:, 1:][real], IGNORED_LABEL
     is_end = rows.is_end[real]
     ends = np.flatnonzero(is_end)
-    spelt = byte_lengths.take(labels[:num_real])
-    target_bytes = int(spelt.sum(dtype=np.int64)) - int(spelt[ends].sum(dtype=np.int64))
+    target_bytes = 0
+    if byte_lengths is not None:
+        spelt = byte_lengths.take(labels[:num_real])
+        target_bytes = int(spelt.sum(dtype=np.int64)) - int(spelt[ends].sum(dtype=np.int64))
     labels[ends] = IGNORED_LABEL
     edges = _edges(is_end, rows.num_real, num_tokens)
     lengths = edges[1:] - edges[:-1]

@@ -45,7 +45,7 @@ _OBJECTIVES_WITHOUT_CHANCE = ("causal_lm", "seq2seq")  # a key per row would tak
 
 def open_loader(
     config: RunConfig,
-    byte_lengths: NDArray[np.integer],
+    byte_lengths: NDArray[np.integer] | None,
     world: World,
     *,
     tokenizer_sha256: str | None = None,
@@ -54,7 +54,8 @@ def open_loader(
     """Opens the training sources of a run, as data.reading says.
 
     Args:
-        byte_lengths: [V] bytes of text that each id spells (`Tokenizer.byte_lengths`).
+        byte_lengths: [V] bytes of text that each id spells (`Tokenizer.byte_lengths`); None where nobody asks for the
+            bytes of the targets, as training does not.
         tokenizer_sha256: of the run's tokenizer; read from the file config.tokenizer if not given.
         special_ids: its control ids by name; read likewise where the objective needs them.
 
@@ -72,7 +73,7 @@ class Loader:
     """See the module; made by `open_loader`. Use `close` (or `with`) to end its thread."""
 
     def __init__(
-        self, config: RunConfig, sources: tuple[SourceRows, ...], byte_lengths: NDArray[np.integer], world: World
+        self, config: RunConfig, sources: tuple[SourceRows, ...], byte_lengths: NDArray[np.integer] | None, world: World
     ) -> None:
         self._config, self._sources, self._byte_lengths, self._world = config, sources, byte_lengths, world
         self._sections = batches_of(config.batch, config.data.stages)
@@ -225,7 +226,7 @@ class Loader:
         started = steps[0][1].started
         one_segment = all(state.started == started for _, state in steps)
         if len(steps) > 1 and one_segment and self._arenas and not any(state.quarantine for _, state in steps):
-            segment = steps[0][1].segment
+            segment = started[-1]
             located = [self._places.of(state) for _, state in steps]
             if self._any_remote:
                 self._send_for(located, set())
@@ -233,11 +234,12 @@ class Loader:
             may_mask = self._config.data.on_corrupt == "mask"
             gathered = self._gather(segment, np.concatenate(located), masked, may_mask=may_mask)
             if not any(masked):
-                names = [self._names(step, state) for step, state in steps]
-                batches = iter(self._make(segment, gathered, [name for of_step in names for name in of_step]))
+                mine = self._numbers(segment)
+                made = self._make(segment, gathered, [(step, j) for step, _ in steps for j in mine])
+                count = len(mine)
                 return [
-                    self._step_data(step, state, [next(batches) for _ in of_step])
-                    for (step, state), of_step in zip(steps, names, strict=True)
+                    self._step_data(step, segment, made[number * count : (number + 1) * count])
+                    for number, (step, _) in enumerate(steps)
                 ]
         return [self._read(step, state) for step, state in steps]
 
@@ -247,36 +249,35 @@ class Loader:
         if self._any_remote:
             self._send_for([located, *self._places.after(state)], bad)
         pack = self._pack_gathered if self._arenas else self._pack_rows
-        batches, masked_rows, found = pack(state.segment, self._names(step, state), located, bad)
-        return self._step_data(step, state, batches, masked_rows, tuple(sorted(found)))
+        segment = state.segment
+        names = [(step, j) for j in self._numbers(segment)]
+        batches, masked_rows, found = pack(segment, names, located, bad)
+        return self._step_data(step, segment, batches, masked_rows, tuple(sorted(found)))
 
     def _step_data(
         self,
         step: int,
-        state: DataState,
+        segment: Segment,
         batches: list[Batch],
         masked_rows: int = 0,
         corrupt: tuple[tuple[int, int], ...] = (),
     ) -> StepData:
         """One step's micro-batches, filled up with empty ones."""
-        segment = state.segment
         every_rank = -(-(segment.global_batch_size // segment.micro_batch_size) // self._world.size)
         if len(batches) < every_rank:
             batches = batches + [empty_batch(self._shape(segment))] * (every_rank - len(batches))
         return StepData(
             step=step,
             batches=tuple(batches),
-            target_tokens=sum(batch.target_tokens for batch in batches),
-            digest=sum_digests(batch.digest for batch in batches),
+            target_tokens=sum([batch.target_tokens for batch in batches]),
+            digest=sum_digests([batch.digest for batch in batches]),
             masked_rows=masked_rows,
             corrupt=corrupt,
         )
 
-    def _names(self, step: int, state: DataState) -> list[tuple[int, int]]:
-        """(step, number j) of this rank's micro-batches of a step."""
-        num_microbatches = state.segment.global_batch_size // state.segment.micro_batch_size
-        mine = range(self._world.rank, num_microbatches, self._world.size)
-        return [(step, j) for j in mine]
+    def _numbers(self, segment: Segment) -> range:
+        """The numbers j of this rank's micro-batches of a step."""
+        return range(self._world.rank, segment.global_batch_size // segment.micro_batch_size, self._world.size)
 
     def _shape(self, segment: Segment) -> BatchShape:
         """Of the micro-batches of a segment."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -31,7 +32,15 @@ _RANKED_SIZE = 64  # a Feistel network of fewer than 7 bits reaches too few perm
 
 def derive_key(*parts: int | str) -> int:
     """A 64-bit key from numbers and texts, the same on every machine and for ever."""
-    return int.from_bytes(hashlib.blake2b(_encode(parts).encode(), digest_size=8).digest(), "little")
+    text = ",".join(
+        [str(part) if type(part) is int else _encoded(part) for part in parts]
+    )  # as JSON, a third of its time
+    return int.from_bytes(hashlib.blake2b(f"[{text}]".encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1024)
+def _encoded(part: int | str) -> str:
+    return _encode(part)
 
 
 def mix_keys(keys: U64, *values: I64) -> U64:

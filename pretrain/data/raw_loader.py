@@ -52,7 +52,7 @@ class _Source(NamedTuple):
 
 
 def open_raw(
-    config: RunConfig, byte_lengths: NDArray[np.integer], world: World, *, tokenizer_sha256: str | None = None
+    config: RunConfig, byte_lengths: NDArray[np.integer] | None, world: World, *, tokenizer_sha256: str | None = None
 ) -> RawLoader:
     """Opens the tars of a run.
 
@@ -98,7 +98,7 @@ class RawLoader:
         config: RunConfig,
         sources: list[_Source],
         header: Manifest,
-        byte_lengths: NDArray[np.integer],
+        byte_lengths: NDArray[np.integer] | None,
         world: World,
     ) -> None:
         self._config, self._sources, self._byte_lengths, self._world = config, sources, byte_lengths, world

@@ -297,10 +297,9 @@ def build_training(config: RunConfig, place: Place) -> Training:
     problem: PretrainError | None = None
     try:
         tokenizer = _tokenizer(config, place)
-        byte_lengths = tokenizer.byte_lengths()
         known: dict[str, Any] = {"tokenizer_sha256": tokenizer.sha256, "special_ids": tokenizer.special_ids}
-        loader = open_loader(config, byte_lengths, place.world, **known)
-        validation = open_validation(config, byte_lengths, place.world, **known)
+        loader = open_loader(config, None, place.world, **known)
+        validation = open_validation(config, tokenizer.byte_lengths(), place.world, **known)
         pairs = held_out_pairs(config)
     except PretrainError as error:
         problem = error

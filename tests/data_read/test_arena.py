@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,21 @@ def test_gathered_batches_equal_those_made_row_by_row(root: Path, names: tuple[s
     config = run_config(root / "tokenizer.json", {name: (root / name, 1 + len(name)) for name in names}, **changes)
     with open_loader(config, BYTE_LENGTHS, World()) as loader:  # more than an epoch of b: its padded last rows come by
         both_ways(loader, 14)
+
+
+def test_without_the_bytes_that_ids_spell_all_else_is_the_same(root: Path) -> None:
+    """As training reads: rows with padding come one by one, full ones together."""
+    config = run_config(root / "tokenizer.json", {"b": root / "b"})
+    with open_loader(config, BYTE_LENGTHS, World()) as counted, open_loader(config, None, World()) as loader:
+        state = loader.initial_state()
+        for step in range(14):
+            told, data = counted.read(step, state), loader.read(step, state)
+            assert all(batch.target_bytes > 0 for batch in told.batches)
+            bare = tuple(replace(batch, target_bytes=0) for batch in told.batches)
+            assert_equal(data, replace(told, batches=bare))
+            loader._arenas, kept = [], loader._arenas
+            assert_equal(data, loader._read(step, state))
+            loader._arenas, state = kept, loader.next_state(state)
 
 
 @pytest.mark.parametrize(("tokens_per_slice", "tokens_at_once"), [(1, 2**17), (10**9, 1), (64, 150)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +31,21 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         cluster.down()
         assert cluster.processes() == []
         assert list(cluster.temporary.iterdir()) == []
+
+
+_WALK_IN = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+print(ray.get(ray.remote(num_cpus=0)(lambda: "is inside").remote(), timeout=60))
+"""
+
+
+def walk_in(cluster: Cluster, **token: str) -> subprocess.CompletedProcess[str]:
+    """A program that takes part in the cluster by Ray's own port, with that token."""
+    environment = {name: value for name, value in cluster.environment.items() if not name.startswith("RAY_AUTH")}
+    address = environment.pop("RAY_ADDRESS")
+    words = [sys.executable, "-c", _WALK_IN, address]
+    return subprocess.run(words, env={**environment, **token}, capture_output=True, text=True, timeout=240)
 
 
 def status_of(host: str, path: str, token: str | None, method: str = "GET") -> int | None:
@@ -64,6 +81,13 @@ def test_only_who_has_the_token_gets_a_job_in_and_no_secret_is_written_down(clus
     for path in ("/api/jobs/", "/nodes?view=summary"):
         assert status_of(dashboard.netloc, path, token) == 200
         assert {status_of(dashboard.netloc, path, None), status_of(dashboard.netloc, path, "0" * 64)} <= {401, 403}
+
+    inside = walk_in(cluster, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    assert (inside.returncode, inside.stdout) == (0, "is inside\n"), inside.stderr
+    strangers = ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
+    for stranger in (walk_in(cluster, **token_of) for token_of in strangers):
+        assert (stranger.returncode, stranger.stdout) == (1, "")
+        assert "auth" in stranger.stderr.lower(), stranger.stderr
 
     config = write_config(tmp_path, "sent", fake={"steps": 5000, "step_s": 0.05})
     sent = cluster.pretrain("submit", str(config), "--address", "auto")
