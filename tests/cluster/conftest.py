@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Hosts, missing
+from tests.cluster.machines import Machines
 from tests.missing import did_not_run
 
 
@@ -19,3 +21,10 @@ def hosts() -> Iterator[Hosts]:
     hosts = Hosts(3)
     yield hosts
     hosts.close()
+
+
+@pytest.fixture
+def machines(hosts: Hosts, tmp_path: Path) -> Iterator[Machines]:
+    found = Machines(hosts, tmp_path)
+    yield found
+    found.close()

@@ -8,13 +8,10 @@ if the worker is one of the cluster. Slow: each starts two nodes of Ray. Heads a
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,13 @@ import pytest
 import yaml
 
 from pretrain.rundir import RunDirectory
-from tests.cluster.hosts import Hosts
+from tests.cluster.machines import READY_S, Machines
 from tests.launch.rendered import IMAGE
-from tests.launch.runs import RANK_COMMAND, ROOT, run_cli, write_config
+from tests.launch.runs import ROOT, run_cli, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HEAD, WORKER, ELSEWHERE = 1, 2, 3
 STEPS = 20
-READY_S = 240.0  # of a head on busy cores
 
 
 def config_for(folder: Path, **cluster: Any) -> Path:
@@ -43,69 +39,6 @@ def rendered(folder: Path, kind: str, config: Path, *options: str) -> str:
     done = run_cli(folder, "cluster", "render", kind, str(config), *options)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-class Machines:
-    """Scripts on hosts, each as a machine of its own: process table, /dev/shm, folder of Ray, home."""
-
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts, self.folder = hosts, folder
-        self._running: list[subprocess.Popen[bytes]] = []
-        (hosts.folder / "ray").mkdir(exist_ok=True)
-
-    def home(self, host: int) -> Path:
-        path = self.folder / f"home-{host}"
-        (path / ".ray").mkdir(parents=True, exist_ok=True)
-        return path
-
-    def start(self, host: int, script: str, *, mounts: str = ":", **environment: str) -> subprocess.Popen[bytes]:
-        ray = self.hosts.folder / "ray"
-        full = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(self.home(host)),
-            "RAY_TMPDIR": str(ray),
-            "TMPDIR": str(ray),
-            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
-            "PRETRAIN_RANK_COMMAND": json.dumps(RANK_COMMAND),
-            **environment,
-        }
-        more = f"mount -t tmpfs -o mode=1777 tmpfs {ray}\n{mounts}"
-        apart = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script]
-        with self.log(host).open("ab") as log:
-            process = subprocess.Popen(
-                [*self.hosts.inside(host, more), *apart], env=full, cwd=self.folder, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
-        self._running.append(process)
-        return process
-
-    def log(self, host: int) -> Path:
-        return self.folder / f"host-{host}.log"
-
-    def logs(self) -> str:
-        paths = sorted(self.folder.glob("host-*.log"))
-        return "\n".join(f"{path.name}:\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
-
-    def wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> int:
-        try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"still running after {timeout_s} s:\n{self.logs()}")
-
-    def close(self) -> None:
-        for host in range(1, self.hosts.count + 1):
-            self.hosts.kill_processes(host)
-        for process in self._running:
-            process.wait(10.0)
-
-
-@pytest.fixture
-def machines(hosts: Hosts, tmp_path: Path) -> Iterator[Machines]:
-    found = Machines(hosts, tmp_path)
-    yield found
-    found.close()
 
 
 def check_completed(machines: Machines) -> None:
@@ -136,7 +69,7 @@ def test_the_commands_of_a_launcher_file_make_one_cluster_of_head_and_worker(mac
     script = [*(f"bash -c {shlex.quote(command)} || exit 7" for command in head), f"touch {up}"]
     script += [f"bash -c {shlex.quote(sent)} || exit 8", wait]
     first = machines.start(HEAD, "\n".join(script), PRETRAIN_HOME=str(folder / "runs"))
-    await_path(up, first, machines)
+    machines.await_path(up, first)
     there = f"export RAY_HEAD_IP={hosts.address(HEAD)}; "  # as the launcher puts before each command of a worker
     commands = [*body["setup_commands"], *(there + command for command in body["worker_start_ray_commands"])]
     script = [*(f"bash -c {shlex.quote(command)} || exit 7" for command in commands), "sleep infinity"]
@@ -198,11 +131,3 @@ def test_a_raycluster_takes_a_run_that_is_sent_from_elsewhere(machines: Machines
     sent = machines.start(ELSEWHERE, f"{opened}\n{submit}", PRETRAIN_HOME=str(folder / "runs"), **token)
     assert machines.wait(sent, READY_S + 120.0) == 0, machines.logs()
     check_completed(machines)
-
-
-def await_path(path: Path, process: subprocess.Popen[bytes], machines: Machines) -> None:
-    deadline = time.monotonic() + READY_S
-    while not path.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            pytest.fail(f"{path.name} never came:\n{machines.logs()}")
-        time.sleep(0.2)

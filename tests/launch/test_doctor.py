@@ -172,18 +172,26 @@ def test_the_slot_that_is_wrong_slow_or_silent_is_named(
     assert text in finding.found
 
 
-def test_real_slots_agree_and_one_that_computes_wrong_is_found(tmp_path: Path) -> None:
-    """Two real processes; then the second multiplies with one bit wrong, as a broken device does."""
-    broken = tmp_path / "broken.py"
+def test_of_real_slots_the_one_that_computes_wrong_and_the_one_that_is_slow_are_found(tmp_path: Path) -> None:
+    """Three processes: as it should be; one bit of a factor is wrong; a product takes five times as long."""
+    broken, slow = tmp_path / "broken.py", tmp_path / "slow.py"
     broken.write_text(
         "import sys\nfrom launch import slot_probe\nreal = slot_probe._factors\n"
         "def factors():\n    left, right = real()\n    left[5, 7] ^= 4\n    return left, right\n"
         "slot_probe._factors = factors\nsys.exit(slot_probe.main())\n"
     )
-    commands = [PROBE_COMMAND, (sys.executable, str(broken))]
-    findings = check_slots(2, commands=commands, within_s=240.0)
+    slow.write_text(
+        "import sys, time\nimport torch\nfrom launch import slot_probe\nreal = torch.Tensor.__matmul__\n"
+        "def throttled(left, right):\n    started = time.perf_counter()\n    product = real(left, right)\n"
+        "    time.sleep(4 * (time.perf_counter() - started))\n    return product\n"
+        "torch.Tensor.__matmul__ = throttled\nsys.exit(slot_probe.main())\n"
+    )
+    commands = [PROBE_COMMAND, (sys.executable, str(broken)), (sys.executable, str(slow))]
+    findings = check_slots(3, commands=commands, within_s=240.0)
     wrong = [finding for finding in findings if finding.verdict == "bad"]
     assert [finding.found.split(":")[0] for finding in wrong] == ["slot 1"], findings
+    (throttled,) = [finding for finding in findings if finding.verdict == "note"]
+    assert "slot 2 takes" in throttled.found
 
 
 def node(**changes: Any) -> tuple[float, float, dict[str, Any]]:

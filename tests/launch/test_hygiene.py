@@ -66,7 +66,7 @@ def room(tmp_path: Path) -> Iterator[Room]:
     shutil.rmtree(room.temporary)
 
 
-def test_secrets_are_nowhere_every_door_wants_the_token_and_nothing_is_left(room: Room, tmp_path: Path) -> None:
+def test_secrets_are_nowhere_doors_are_on_this_machine_alone_and_nothing_is_left(room: Room, tmp_path: Path) -> None:
     config = write_config(tmp_path, "run", fake={"steps": 5000, "step_s": 0.05})
     with ended(room.start("train", str(config))) as train:
         wait_for(lambda: (room.home / "run" / "run.yaml").exists() and committed(room.home, "run"), train)
