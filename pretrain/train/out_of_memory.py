@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import math
+import resource
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from pretrain.config.schema import RunConfig
 from pretrain.engine.engine import Engine
 from pretrain.errors import PretrainError, StoreError
+from pretrain.model.flops import parameter_counts
 from pretrain.train.build import Training
 
 _LARGEST = 20
@@ -56,6 +58,28 @@ def explain(training: Training, error: BaseException) -> OutOfMemoryError:
         f"{str(error).splitlines()[0]} Held: {parts or 'unknown'}; {where}. A rank must hold its share of the state "
         f"and the activations of one micro-batch. {' '.join(advice(config, held))}"
     )
+
+
+def explain_start(config: RunConfig, device: torch.device, error: BaseException) -> OutOfMemoryError:
+    """The error to raise where memory ran out before the first step; the model may be half built."""
+    count = parameter_counts(config.model).total
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return OutOfMemoryError(
+        f"out of memory while the model and its optimizer were built: {reason} The model has {count:,} parameters, "
+        f"{_size(4 * count)} in fp32, which every rank holds whole before they are shared out; {_free_memory(device)}. "
+        "Start fewer ranks on a node, or make the model smaller. pretrain plan CONFIG tells what fits."
+    )
+
+
+def _free_memory(device: torch.device) -> str:
+    """What this process may still have, in words."""
+    free = f"the host has {_size(psutil.virtual_memory().available)} free"
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit != resource.RLIM_INFINITY:
+        free += f", this process may have {_size(limit)} of address space (ulimit -v)"
+    if device.type == "cuda":
+        free += f", the device {_size(torch.cuda.mem_get_info(device)[0])}"
+    return free
 
 
 def take_snapshot(engine: Engine) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from pretrain.store import remove_leftovers
 from pretrain.topology import World
 from pretrain.train.build import Place, build_training
 from pretrain.train.loop import train
-from pretrain.train.out_of_memory import explain, is_out_of_memory
+from pretrain.train.out_of_memory import explain, explain_start, is_out_of_memory
 from pretrain.train.reporter import JournalReporter, PipeReporter, Reporter, SilentReporter
 from pretrain.train.stop import StopFlag
 from pretrain.train.watch import Heartbeat, Watchdog, descriptor, die_with_parent, process_began
@@ -194,7 +194,12 @@ def _earlier_ranks(run: RunDirectory) -> list[ProcessIdentity]:
 
 def _train_here(config: RunConfig, place: Place) -> ExitCode:
     passing("start.process_group")
-    training = build_training(config, place)
+    try:
+        training = build_training(config, place)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain_start(config, place.device, error) from error
     passing("start.built")
     try:
         return train(training)

@@ -89,7 +89,7 @@ def test_secrets_are_nowhere_doors_are_on_this_machine_alone_and_nothing_is_left
         (ray_folder,) = room.temporary.glob("pretrain-ray-*")
         assert ray_folder.stat().st_mode & 0o777 == 0o700
         assert files_with(words, room.temporary) == []
-        os.killpg(train.pid, signal.SIGINT)
+        train.send_signal(signal.SIGTERM)  # as a scheduler does: to the command alone
         out, err = train.communicate(timeout=START_S)
     assert train.returncode == 5, err
     assert room.left() == []

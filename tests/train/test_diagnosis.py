@@ -5,6 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,8 @@ from tests.metrics.home import run_config
 from tests.ranks import run_ranks
 from tests.tiny import build_tiny
 from tests.train import rank_diagnosis
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_chosen_steps_are_traced_and_an_empty_memory_is_explained(tmp_path: Path) -> None:
@@ -66,6 +71,25 @@ def test_the_time_that_tracing_takes_is_told_to_the_watchdog(tmp_path: Path) -> 
         assert told == ["record"]  # the tracer starts
         told.append("step")
     assert told == ["record", "step", "record"]  # the trace is written
+
+
+def test_a_model_that_is_too_large_for_its_process_is_told_in_words(tmp_path: Path) -> None:
+    """L02: a process of 9.2 GB of address space is to build 114 GB of weights."""
+    width, heads, hidden, layers = 8192, 32, 32768, 30
+    sizes = {"width": width, "num_heads": heads, "feed_forward_width": hidden, "num_layers": layers}
+    words = build_tiny(tmp_path).decoder("name=huge", *(f"model.{name}={size}" for name, size in sizes.items()))
+    limited = ["bash", "-c", 'ulimit -v 9000000 && exec "$@"', "limited", sys.executable, "-m", "pretrain", *words]
+    environment = {**os.environ, "PRETRAIN_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(limited, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == ExitCode.FAILED, done.stderr
+    key_values, norms = 2 * width * 2 * (width // heads), 2 * width + 2 * (width // heads)
+    count = layers * (2 * width**2 + key_values + 3 * width * hidden + norms) + width + 300 * width
+    error = done.stderr.splitlines()[-1]
+    for part in ("out of memory while the model and its optimizer were built", "can't allocate memory",
+                  f"The model has {count:,} parameters, 114 GB in fp32", "may have 9.22 GB of address space",
+                  "pretrain plan CONFIG tells what fits."):  # fmt: skip
+        assert part in error, error
+    assert "Traceback" not in done.stderr
 
 
 def test_the_advice_fits_what_held_the_memory() -> None:
