@@ -1,7 +1,8 @@
 """What KubeRay's operator refuses although its schema allows it. PURE.
 
 Takes a manifest → problems in words. A manifest that breaks one of these is accepted by `kubectl apply` and then
-never starts. Source: the rules of the operator's `validation.go` (KubeRay, August 2026), in own words.
+never starts. Source: the rules of the operator's `validation.go` (KubeRay at commit feeaf72, 19 August 2026), in own
+words.
 """
 
 from __future__ import annotations

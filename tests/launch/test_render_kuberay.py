@@ -6,20 +6,24 @@ import copy
 import functools
 import gzip
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
+from launch.clusters import kuberay_rules
 from launch.clusters.kuberay_rules import broken_rules
 from pretrain.config import load_config
 from pretrain.errors import UserError
 from tests.launch.rendered import IMAGE, config_with, rendered
 
 CRDS = Path(__file__).with_name("crds")
+KUBERNETES = "1.37"
 
 
 def strict(schema: Any) -> Any:
@@ -100,6 +104,60 @@ def test_the_schema_would_find_a_mistake(path: str, value: Any) -> None:
         node = node[int(part)] if part.isdigit() else node[part]
     node[last] = value
     assert problems(job) != []
+
+
+def test_schema_and_further_rules_are_those_of_one_version_of_the_operator() -> None:
+    texts = ((CRDS / "README.md").read_text(), str(kuberay_rules.__doc__))
+    first, second = (re.findall(r"commit (\w{7})", " ".join(text.split())) for text in texts)
+    assert first == second != []
+
+
+def core_objects(text: str) -> dict[str, dict[str, Any]]:
+    """What Kubernetes itself reads of the manifests: its own kinds, and the pods that the operator makes."""
+    found = documents(text)
+    ray = found.pop("RayJob", None) or found.pop("RayCluster")
+    cluster = ray["spec"].get("rayClusterSpec", ray["spec"])
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        name = group.get("groupName", "head")
+        metadata = {"name": name, **group["template"].get("metadata", {})}
+        found[name] = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group["template"]["spec"]}
+    return found
+
+
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("cluster", [False, True])
+def test_config_map_budget_and_pods_pass_kubernetes_own_schema(cluster: bool, changes: dict[str, Any]) -> None:
+    found = core_objects(rendered("kuberay", cluster=cluster, **changes))
+    assert set(found) == {"PodDisruptionBudget", "head", "ranks"} | (set() if cluster else {"ConfigMap"})
+    for manifest in found.values():
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    selected = found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"]
+    for pod in ("head", "ranks"):
+        assert selected.items() <= found[pod]["metadata"]["labels"].items(), "the budget does not hold for this pod"
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("ConfigMap", "data", {"run.yaml": 5}),
+        ("ConfigMap", "dta", {}),
+        ("PodDisruptionBudget", "spec.maxUnavailable", [1]),
+        ("PodDisruptionBudget", "spec.selektor", {}),
+        ("PodDisruptionBudget", "apiVersion", "policy/v1beta1"),
+        ("head", "spec.containers.0.lifecycle.preStop.exec.command", "sh"),
+        ("head", "spec.containers.0.ports.0.containerPort", "6379"),
+        ("ranks", "spec.volumes.0.emptyDir", "Memory"),
+    ],
+)
+def test_kubernetes_own_schema_would_find_a_mistake(name: str, path: str, value: Any) -> None:
+    manifest = core_objects(rendered("kuberay"))[name]
+    *parents, last = path.split(".")
+    node: Any = manifest
+    for part in parents:
+        node = node[int(part)] if part.isdigit() else node[part]
+    node[last] = value
+    with pytest.raises((kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError)):
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
 def test_pods_ask_for_what_the_config_says() -> None:

@@ -127,6 +127,24 @@ def test_the_entry_point_refuses_what_cannot_work(
     assert text in result.stderr
 
 
+def check_compose(path: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("check-jsonschema")
+    words = [str(program), "--builtin-schema", "vendor.compose-spec", str(path)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [("", ""), ("condition: service_healthy", "condition: healthy"), ("shm_size: 1gb", "shm_sise: 1gb")],
+)
+def test_the_compose_file_passes_the_schema_of_compose_which_would_find_a_mistake(
+    text: str, wrong: str, tmp_path: Path
+) -> None:
+    (tmp_path / "compose.yaml").write_text((ROOT / "docker" / "compose.yaml").read_text().replace(text, wrong))
+    result = check_compose(tmp_path / "compose.yaml")
+    assert (result.returncode == 0) == (not wrong), result.stdout
+
+
 def test_the_compose_file_makes_two_nodes_with_a_token_that_is_no_variable() -> None:
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     services = compose["services"]
