@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
 
 CONF = """\
@@ -94,6 +96,29 @@ class Slurm:
 
     def log(self, name: str) -> str:
         return (self.folder / name).read_text(errors="replace") if (self.folder / name).exists() else ""
+
+    def processes(self, node: str | None = None) -> list[psutil.Process]:
+        """What runs in its jobs, on one node or on all: the jobs' own processes and the daemons of their steps."""
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                variables = process.environ()
+                ours = variables.get("SLURM_CONF") == self.environment["SLURM_CONF"] and "SLURM_JOB_ID" in variables
+                if ours and node in (None, variables.get("SLURMD_NODENAME")):
+                    family = [process, *process.parents()]
+                    found |= {one.pid: one for one in family if one.pid == process.pid or "slurmstepd" in one.name()}
+        return list(found.values())
+
+    def lose_power(self, node: str) -> None:
+        """Its daemon and all of its processes are gone at once."""
+        pid = int((self.folder / f"slurmd.{node}.pid").read_text())
+        for process in [psutil.Process(pid), *self.processes(node)]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def boot(self, node: str) -> None:
+        """Its daemon is started again."""
+        self.run("slurmd", "-N", node)
 
 
 def missing_programs() -> list[str]:

@@ -123,6 +123,67 @@ def test_a_job_saves_on_its_warning_signal_goes_back_into_the_queue_and_goes_on(
     assert token not in text + logs
 
 
+def fake_job(folder: Path, name: str, *, num_nodes: int, steps: int, **cluster: Any) -> Path:
+    """The rendered script of a run whose ranks train nothing, one on each node."""
+    home = folder / "home"
+    ranks = f"export PRETRAIN_RANK_COMMAND={shlex.quote(json.dumps(RANK_COMMAND))}"
+    config = write_config(
+        folder, name, fake={"steps": steps, "step_s": 0.05}, num_ranks=num_nodes,
+        nodes=nodes(home, ranks=1, setup=[setup_line(), ranks]),
+        slurm={"time_limit_s": "20m", "grace_s": 60, "exclusive": False}, **cluster,
+    )  # fmt: skip
+    script = folder / f"{name}.sbatch"
+    rendered = run_cli(home, "cluster", "render", "slurm", str(config), "--out", str(script))
+    assert rendered.returncode == 0, rendered.stderr
+    return script
+
+
+def test_a_cancelled_job_leaves_no_process_and_its_script_goes_on_in_another_job(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    script = fake_job(tmp_path, "cancelled", num_nodes=1, steps=300)
+    with real_slurm(1) as running:
+        number = running.submit(script)
+        log = tmp_path / f"cancelled-{number}.log"
+        wait_for(lambda: (home / "cancelled" / "run.yaml").exists(), running, log)
+        run = RunDirectory.locate(str(home / "cancelled"))
+        wait_for(lambda: "committed" in kinds(run), running, log)
+        running.run("scancel", str(number))  # no warning, no signal named
+        wait_for(lambda: running.job(number)["JobState"] == "CANCELLED", running, log)
+        wait_for(lambda: not running.processes(), running, log)
+        reached = int((home / "cancelled" / "fake.step").read_text())
+        assert reached < 300
+        again = running.submit(script)
+        wait_for(lambda: running.job(again)["JobState"] == "COMPLETED", running, tmp_path / f"cancelled-{again}.log")
+    restored = [event.fields["step"] for event in run.events() if event.kind == "restored"]
+    assert len(restored) == 1
+    assert restored[0] > 0
+    assert restored[0] % 5 == 0 or restored[0] == reached  # a commit of before, or the one that TERM still brought
+    assert (home / "cancelled" / "fake.step").read_text() == "300"
+    assert kinds(run)[-1] == "completed"
+
+
+def test_a_node_that_loses_power_sends_the_job_back_and_it_goes_on_once_there_are_two_again(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    script = fake_job(tmp_path, "dark", num_nodes=2, steps=300)
+    with real_slurm(2) as running:
+        number = running.submit(script)
+        log = tmp_path / f"dark-{number}.log"
+        wait_for(lambda: (home / "dark" / "run.yaml").exists(), running, log)
+        run = RunDirectory.locate(str(home / "dark"))
+        wait_for(lambda: "committed" in kinds(run), running, log)
+        running.lose_power("n2")
+        wait_for(lambda: running.job(number)["JobState"] == "PENDING", running, log)  # there is one node of two
+        wait_for(lambda: not running.processes(), running, log)
+        running.boot("n2")
+        wait_for(lambda: running.job(number)["JobState"] == "COMPLETED", running, log)
+        assert running.job(number)["Restarts"] == "1"
+    starts = [event.fields["ranks"] for event in run.events() if event.kind == "attempt_started"]
+    assert set(starts) == {2}
+    assert len(starts) >= 2
+    assert kinds(run).count("restored") == len(starts) - 1
+    assert kinds(run)[-1] == "completed"
+
+
 def test_training_on_two_nodes_requeued_and_preempted_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
     """USR1 before the limit, then a job of higher priority: both save, come back and end bit for bit as if alone."""
     home = tmp_path / "home"
