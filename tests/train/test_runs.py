@@ -244,20 +244,37 @@ def test_what_cannot_train_ends_with_one_error_line_and_code_2(tiny, tmp_path, c
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("when", ["in a step", "in an evaluation of many rows"])
+COMPILED = pytest.param("while its kernels are compiled", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("when", ["before its first step", "in a step", "in an evaluation of many rows", COMPILED])
 def test_torchrun_ranks_save_the_same_step_when_one_of_them_gets_a_signal(tiny, tmp_path, when):
     evaluated = [f"data.validation.v{n}.path={tiny.folder / 'text' / 'train'}" for n in range(20)]
     evaluations = ["eval.every_steps=2", *evaluated] if "evaluation" in when else []
+    compiled = ["model.kernels=compiled"] if "compiled" in when else []
+    point = {"before its first step": "start.built", "while its kernels are compiled": "step.agreed"}.get(when)
+    faults = tmp_path / "faults.json"
+    faults.write_text(json.dumps([{"point": point, "do": "sleep:3", "rank": 1}] if point else []))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pretrain"]
     process = subprocess.Popen(
-        [*command, *tiny.decoder("name=pair", *_endless(), *evaluations)],
+        [*command, *tiny.decoder("name=pair", *_endless(), *evaluations, *compiled)],
         cwd=ROOT,
-        env={**os.environ, "PRETRAIN_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PRETRAIN_HOME": str(tmp_path),
+            "PRETRAIN_FAULTS": str(faults),
+            "OMP_NUM_THREADS": "1",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    _wait_for_step(tmp_path, "pair", 2, process)
+    if point:
+        deadline = time.monotonic() + 150
+        while not (tmp_path / "faults.json.fired-0").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    else:
+        _wait_for_step(tmp_path, "pair", 2, process)
     run = RunDirectory.locate(str(tmp_path / "pair"))
     (started,) = [event for event in run.events() if event.kind == "ranks_started"]
     assert [entry["rank"] for entry in started.fields["processes"]] == [0, 1]
@@ -265,6 +282,8 @@ def test_torchrun_ranks_save_the_same_step_when_one_of_them_gets_a_signal(tiny, 
     output, _ = process.communicate(timeout=200)
     assert run.events()[-1].kind == "interrupted", output
     assert [c.step for c in list_checkpoints(run.checkpoints)] == [run.events()[-1].fields["step"]]
+    if point:  # the step that was being compiled is done, none was begun after it
+        assert run.events()[-1].fields["step"] == (1 if compiled else 0)
     if evaluations:  # it did not wait for its end
         assert validations_of(tmp_path / "pair") == {}
         assert run.events()[-1].fields["step"] == 2
