@@ -42,7 +42,8 @@ def rendered(folder: Path, kind: str, config: Path, *options: str) -> str:
 
 
 def check_completed(machines: Machines) -> None:
-    """The run is complete, in one attempt with a rank on each of two hosts."""
+    """The run is complete, in one attempt with a rank on each of two hosts and its controller on the head, which no
+    kind of cluster puts on a machine that may be taken away."""
     runs = machines.folder / "runs"
     assert (runs / "entered" / "fake.step").read_text() == str(STEPS), machines.logs()
     status = json.loads(run_cli(runs, "status", "entered", "--json").stdout)
@@ -50,6 +51,7 @@ def check_completed(machines: Machines) -> None:
     events = RunDirectory.locate(str(runs / "entered")).events()
     (started,) = [event.fields for event in events if event.kind == "ranks_started"]
     assert len({entry["host"] for entry in started["processes"]}) == 2
+    assert [event.fields["host"] for event in events if event.kind == "attempt_started"] == [f"node{HEAD}"]
 
 
 def test_the_commands_of_a_launcher_file_make_one_cluster_of_head_and_worker(machines: Machines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -39,7 +40,19 @@ def wait_for(what: Callable[[], Any]) -> Any:
     raise AssertionError("did not happen")
 
 
-def test_a_submitted_run_goes_on_after_its_driver_died_and_stops_on_request(
+def processes(*words: str) -> list[psutil.Process]:
+    """Those of this cluster that have, for each of the words, an argument that begins with it."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            arguments = process.cmdline()
+            if all(any(argument.startswith(word) for argument in arguments) for word in words):
+                ours = process.environ().get("RAY_AUTH_TOKEN") == os.environ["RAY_AUTH_TOKEN"]
+                found += [process] if ours and process.status() != psutil.STATUS_ZOMBIE else []
+    return found
+
+
+def test_a_submitted_run_goes_on_after_its_keeper_and_its_driver_died_and_stops_on_request(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
     home = tmp_path / "home"
@@ -59,14 +72,14 @@ def test_a_submitted_run_goes_on_after_its_driver_died_and_stops_on_request(
     assert twice.returncode == 2
     assert "is held by pid" in twice.stderr
 
-    drivers = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if "launch.driver" in (process.info["cmdline"] or []) and run.url in process.info["cmdline"]
-    ]
-    assert len(drivers) == 1
+    (driver,) = processes("launch.driver", run.url)
     ranks = [entry["pid"] for event in events("ranks_started") for entry in event.fields["processes"]]
-    drivers[0].kill()
+    (keeper,) = wait_for(lambda: processes("ray::Keeper"))
+    keeper.kill()  # training does not feel it, and the next one starts a dead driver again
+    wait_for(lambda: [one for one in processes("ray::Keeper") if one.pid != keeper.pid])
+    assert all(psutil.pid_exists(pid) for pid in ranks)
+    assert driver.is_running()
+    driver.kill()
     with start_cli(home, "logs", "sent", "-f") as follower:
         wait_for(lambda: len(events("attempt_started")) == 2 and events("restored"))
         assert not any(psutil.pid_exists(pid) for pid in ranks)
