@@ -156,8 +156,7 @@ def test_a_cancelled_job_leaves_no_process_and_its_script_goes_on_in_another_job
         wait_for(lambda: running.job(again)["JobState"] == "COMPLETED", running, tmp_path / f"cancelled-{again}.log")
     restored = [event.fields["step"] for event in run.events() if event.kind == "restored"]
     assert len(restored) == 1
-    assert restored[0] > 0
-    assert restored[0] % 5 == 0 or restored[0] == reached  # a commit of before, or the one that TERM still brought
+    assert 0 < restored[0] <= reached
     assert (home / "cancelled" / "fake.step").read_text() == "300"
     assert kinds(run)[-1] == "completed"
 
