@@ -5,11 +5,13 @@ const PHASES = ["notice", "end", "wait", "spawn", "load", "first step"];
 
 export function tiles(facts) {
   const { status, values, ledger, validation, checkpoints } = facts;
-  const bits = Object.entries(validation)[0];
+  const bits = Object.entries(validation).find(([, row]) => row.bits_per_byte != null);
+  const scored = Object.values(validation).find((row) => row.bleu != null);
   const saved = checkpoints.at(-1);
   const rows = [
     ["loss", number(status.loss)],
     bits && [`bits/byte, ${bits[0]}`, number(bits[1].bits_per_byte)],
+    scored && ["BLEU", number(scored.bleu)],
     ["tokens/s", count(status.tokens_per_second)],
     values.mfu != null && ["MFU", percent(values.mfu), `of ${flops(values.peak_flops)} a rank${values.hfu > values.mfu ? `; with recomputation ${percent(values.hfu)}` : ""}`],
     values.largest_expert_share != null && ["fullest expert", percent(values.largest_expert_share),
