@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import subprocess
@@ -63,12 +64,13 @@ def status_of(host: str, path: str, token: str | None, method: str = "GET") -> i
 
 def doors(cluster: Cluster) -> dict[int, str]:
     """Ports that processes of the cluster listen at, with their addresses."""
-    return {
-        connection.laddr.port: connection.laddr.ip.removeprefix("::ffff:")
-        for process in cluster.processes()
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
+    found = {}
+    for process in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    found[connection.laddr.port] = connection.laddr.ip.removeprefix("::ffff:")
+    return found
 
 
 def test_only_who_has_the_token_gets_a_job_in_and_no_secret_is_written_down(cluster: Cluster, tmp_path: Path) -> None:
