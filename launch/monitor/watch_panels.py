@@ -172,6 +172,7 @@ def _step(facts: Facts) -> list[str]:
     if values["largest_expert_share"] is not None:
         share, idle = 100 * values["largest_expert_share"], values["idle_experts"]
         lines.append(f"{'experts':<11}fullest {share:.1f} %, without a token {idle}")
+    if values["balance_loss"] is not None:
         losses = f"balance loss {values['balance_loss']:.3f}, z loss {values['router_z_loss']:.3g}"
         lines.append(f"{'routers':<11}{losses}")
     named = (("host", "host_bytes"), ("allocated", "allocated_bytes"), ("reserved", "reserved_bytes"))

@@ -33,7 +33,7 @@ class CausalBatches:
     Args:
         shape: of each.
         byte_lengths: [V] bytes of text that each id spells; None where the bytes of the targets are not asked for,
-            which is an eighth of the time.
+            which is a tenth of the time.
     """
 
     def __init__(self, shape: BatchShape, byte_lengths: NDArray[np.integer] | None) -> None:

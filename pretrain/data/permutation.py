@@ -32,9 +32,7 @@ _RANKED_SIZE = 64  # a Feistel network of fewer than 7 bits reaches too few perm
 
 def derive_key(*parts: int | str) -> int:
     """A 64-bit key from numbers and texts, the same on every machine and for ever."""
-    text = ",".join(
-        [str(part) if type(part) is int else _encoded(part) for part in parts]
-    )  # as JSON, a third of its time
+    text = ",".join([str(part) if type(part) is int else _encoded(part) for part in parts])  # JSON without its encoder
     return int.from_bytes(hashlib.blake2b(f"[{text}]".encode(), digest_size=8).digest(), "little")
 
 

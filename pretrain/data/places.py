@@ -15,7 +15,7 @@ from pretrain.data.state import DataState, Segment
 from pretrain.errors import DataError
 from pretrain.topology import World
 
-_ROWS_LOCATED = 4096  # at once: 500 rows cost as much as one, 4,096 twice as much as 1,024
+_ROWS_LOCATED = 4096  # at once: they cost three to four times as much as one
 _STEPS_AHEAD = 8  # beyond those that are read ahead: lanes change their windows together
 
 
