@@ -7,6 +7,7 @@ dashboard stays on the loopback address of the head, so jobs are sent from there
 from __future__ import annotations
 
 import base64
+import shlex
 from typing import Any
 
 from launch.clusters.fleet import Fleet, dump, ray_version
@@ -36,7 +37,7 @@ def render(fleet: Fleet) -> str:
     head = (
         f"# {fleet.title()}. Ray {ray_version()} on all nodes.\n"
         f"# Start:  pretrain cluster up CONFIG          (= ray up FILE, with a token in {TOKEN_FILE})\n"
-        f"# Send:   ray exec FILE '{send_command(fleet)}'\n"
+        f"# Send:   ray exec FILE {shlex.quote(send_command(fleet))}\n"
         f"# End:    pretrain cluster down CONFIG\n"
     )
     return head + dump(body)

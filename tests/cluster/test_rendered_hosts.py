@@ -11,8 +11,6 @@ import json
 import secrets
 import shlex
 import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,25 +18,12 @@ import yaml
 
 from pretrain.rundir import RunDirectory
 from tests.cluster.machines import READY_S, Machines
+from tests.launch.entered import STEPS, config_for, rendered, sent_to_the_head
 from tests.launch.rendered import IMAGE
-from tests.launch.runs import ROOT, run_cli, write_config
+from tests.launch.runs import run_cli
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 HEAD, WORKER, ELSEWHERE = 1, 2, 3
-STEPS = 20
-
-
-def config_for(folder: Path, **cluster: Any) -> Path:
-    setup = [f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}"]
-    nodes = {"ranks": 1, "cpus": 1, "memory": "1GiB", "home": str(folder / "runs"), "setup": setup}
-    nodes |= cluster.pop("nodes", {})
-    return write_config(folder, "entered", fake={"steps": STEPS, "step_s": 0.05}, nodes=nodes, **cluster)
-
-
-def rendered(folder: Path, kind: str, config: Path, *options: str) -> str:
-    done = run_cli(folder, "cluster", "render", kind, str(config), *options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def check_completed(machines: Machines) -> None:
@@ -57,10 +42,9 @@ def check_completed(machines: Machines) -> None:
 def test_the_commands_of_a_launcher_file_make_one_cluster_of_head_and_worker(machines: Machines) -> None:
     folder, hosts = machines.folder, machines.hosts
     launcher = {"kind": "hosts", "head": hosts.address(HEAD), "workers": [hosts.address(WORKER)], "user": "root"}
-    text = rendered(folder, "ray", config_for(folder, launcher=launcher))
+    text = rendered(folder, "ray", config_for(folder, ranks=1, launcher=launcher))
     body = yaml.safe_load(text)
-    (send,) = [line for line in text.splitlines() if line.startswith("# Send:")]
-    sent = send.split("ray exec FILE '", 1)[1].rstrip("'")
+    sent = sent_to_the_head(text)
     token = secrets.token_hex(32)
     for host in (HEAD, WORKER):
         (machines.home(host) / ".ray" / "auth_token").write_text(token)  # file_mounts
@@ -84,7 +68,7 @@ def test_the_commands_of_a_launcher_file_make_one_cluster_of_head_and_worker(mac
 
 def test_both_nodes_of_a_skypilot_task_end_well_when_the_run_does(machines: Machines) -> None:
     folder, hosts = machines.folder, machines.hosts
-    config = config_for(folder, nodes={"home": "/runs"}, skypilot={"bucket": "s3://mine"})
+    config = config_for(folder, ranks=1, nodes={"home": "/runs"}, skypilot={"bucket": "s3://mine"})
     task = yaml.safe_load(rendered(folder, "skypilot", config))
     assert task["num_nodes"] == 2
     (folder / "runs").mkdir()
@@ -107,7 +91,7 @@ def test_both_nodes_of_a_skypilot_task_end_well_when_the_run_does(machines: Mach
 def test_a_raycluster_takes_a_run_that_is_sent_from_elsewhere(machines: Machines) -> None:
     folder, hosts = machines.folder, machines.hosts
     kubernetes = {"volumes": {"shared": {"claim": "shared", "mount": str(folder)}}}
-    config = config_for(folder, nodes={"image": IMAGE}, kubernetes=kubernetes)
+    config = config_for(folder, ranks=1, nodes={"image": IMAGE}, kubernetes=kubernetes)
     documents = yaml.safe_load_all(rendered(folder, "kuberay", config, "--cluster"))
     (spec,) = [document["spec"] for document in documents if document["kind"] == "RayCluster"]
     (workers,) = spec["workerGroupSpecs"]

@@ -18,24 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.launch.entered import STEPS, config_for, rendered, sent_to_the_head
 from tests.launch.rendered import IMAGE
-from tests.launch.runs import RANK_COMMAND, ROOT, run_cli, write_config
+from tests.launch.runs import RANK_COMMAND, ROOT, run_cli
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-STEPS = 20
-
-
-def config_for(folder: Path, **cluster: Any) -> Path:
-    setup = [f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}"]
-    nodes = {"ranks": 2, "cpus": 2, "memory": "1GiB", "home": str(folder / "runs"), "setup": setup}
-    nodes |= cluster.pop("nodes", {})
-    return write_config(folder, "entered", fake={"steps": STEPS, "step_s": 0.05}, nodes=nodes, **cluster)
-
-
-def rendered(folder: Path, kind: str, config: Path) -> str:
-    done = run_cli(folder, "cluster", "render", kind, str(config))
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def in_namespaces(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +56,7 @@ def check_completed(folder: Path, done: subprocess.CompletedProcess[str]) -> Non
 def test_the_entry_point_of_a_rayjob_is_a_ray_job_that_ends_with_the_run(tmp_path: Path) -> None:
     """As KubeRay's submitter does: `ray job submit -- ENTRYPOINT` on a cluster with the ConfigMap at its place."""
     kubernetes = {"volumes": {"shared": {"claim": "shared", "mount": str(tmp_path)}}}
-    text = rendered(tmp_path, "kuberay", config_for(tmp_path, nodes={"image": IMAGE}, kubernetes=kubernetes))
+    text = rendered(tmp_path, "kuberay", config_for(tmp_path, ranks=2, nodes={"image": IMAGE}, kubernetes=kubernetes))
     documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
     (tmp_path / "mounted.yaml").write_text(documents["ConfigMap"]["data"]["run.yaml"])
     job = documents["RayJob"]["spec"]
@@ -96,10 +83,9 @@ def _container(job: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_commands_of_a_launcher_file_bring_up_a_head_that_takes_the_run(tmp_path: Path) -> None:
     launcher = {"kind": "hosts", "head": "127.0.0.1", "workers": [], "user": "root"}
-    text = rendered(tmp_path, "ray", config_for(tmp_path, launcher=launcher))
+    text = rendered(tmp_path, "ray", config_for(tmp_path, ranks=2, launcher=launcher))
     body = yaml.safe_load(text)
-    (send,) = [line for line in text.splitlines() if line.startswith("# Send:")]
-    sent = send.split("ray exec FILE '", 1)[1].rstrip("'")
+    sent = sent_to_the_head(text)
     home = tmp_path / "home"
     (home / ".ray").mkdir(parents=True)
     (home / ".ray" / "auth_token").write_text(secrets.token_hex(32))
@@ -113,7 +99,7 @@ def test_the_commands_of_a_launcher_file_bring_up_a_head_that_takes_the_run(tmp_
 
 def test_the_run_of_a_skypilot_task_ends_with_the_run_on_its_first_node(tmp_path: Path) -> None:
     skypilot = {"bucket": "s3://mine"}
-    config = config_for(tmp_path, nodes={"home": "/runs"}, skypilot=skypilot)
+    config = config_for(tmp_path, ranks=2, nodes={"home": "/runs"}, skypilot=skypilot)
     task = yaml.safe_load(rendered(tmp_path, "skypilot", config))
     assert task["num_nodes"] == 1
     (tmp_path / "runs").mkdir()

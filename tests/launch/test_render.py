@@ -201,6 +201,18 @@ def test_launcher_files_pass_rays_schema_and_its_own_preparation(changes: dict[s
     assert ("docker" in body) == (image is not None)
 
 
+def test_the_line_that_sends_the_run_to_a_launchers_head_stands_spaces_and_quotes() -> None:
+    setup = ["module load 'cuda 12'", 'export SITE="north wing"']
+    text = rendered("ray", launcher=HOSTS, nodes__home="/shared/my runs", nodes__setup=setup)
+    (line,) = [line for line in text.splitlines() if line.startswith("# Send:")]
+    shell = f'ray() {{ printf "%s\\n" "$#" "$3"; }}\n{line.removeprefix("# Send:")}'  # what `ray exec FILE …` is given
+    count, command = subprocess.run(["bash", "-c", shell], capture_output=True, text=True).stdout.splitlines()
+    assert count == "3"
+    assert command.startswith(
+        "module load 'cuda 12' && export SITE=\"north wing\" && export PRETRAIN_HOME='/shared/my runs'"
+    )
+
+
 def test_rays_schema_would_find_a_mistake() -> None:
     body = yaml.safe_load(rendered("ray"))
     with pytest.raises(jsonschema.ValidationError):
