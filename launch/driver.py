@@ -63,7 +63,8 @@ def drive(run_url: str, *, again: bool, takeover: bool) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
     log = Log(stream=ControllerLog(run))
-    with hold_run(run, changes, purpose="pretrain submit", takeover=takeover, log=log, again=again) as lease:
+    # Old requests were cleared where the run was submitted; one that came since is meant for this driver.
+    with hold_run(run, changes, purpose="pretrain submit", takeover=takeover, log=log, keep_requests=True) as lease:
         keep(run, lease.number)
         with controlled(
             run,

@@ -47,6 +47,7 @@ def run_submit(args: argparse.Namespace) -> int:
         print(f"nothing to do: the run is complete at step {config.schedule.total_steps}. {more_steps(run.name)}")
         return int(ExitCode.DONE)
     before = newest_number(run.store)
+    run.clear_requests()  # here and not by the driver, which may take a minute to begin: from now on they are for it
     try:
         submission = submit(client, run, config, "--takeover" if args.takeover else "--first")
     except UserError:

@@ -98,66 +98,88 @@ class Keeper:
     """The actor. Ray runs its constructor again after a crash: all it needs is in the arguments or in Ray."""
 
     def __init__(self, run_url: str, runtime_env: dict[str, Any], submission: str, lease: int) -> None:
-        self._run_url, self._runtime_env = run_url, runtime_env
-        self._submission, self._lease = submission, lease
-        self._log = Log(stream=sys.stderr)
-        self._wait_s = FIRST_WAIT_S
         arm("keeper")
-        self._since_t = time.monotonic()
-        self._client = JobSubmissionClient(ray.get_runtime_context().gcs_address)
+        client = JobSubmissionClient(ray.get_runtime_context().gcs_address)
+        self._watch = Watch(client, run_url, runtime_env, submission, lease)
         threading.Thread(target=self._keep, name="keep", daemon=True).start()
 
     def watch(self, submission: str, lease: int) -> None:
         """A driver has taken the run: watch that one."""
+        self._watch.begin(submission, lease)
+
+    def _keep(self) -> None:
+        self._watch.until_over()
+        with contextlib.suppress(Exception):
+            ray.kill(ray.get_actor(keeper_name(self._watch.run_url), namespace=NAMESPACE), no_restart=True)
+
+
+class Watch:
+    """What the keeper does, on any client of the Jobs API.
+
+    A driver that the lease refuses, because another one holds the run, is a job of the run too, and says that it is
+    hopeless. So nothing is over while any job of the run lives, and of those that have ended the last one counts.
+    """
+
+    def __init__(self, client: Any, run_url: str, runtime_env: dict[str, Any], submission: str, lease: int) -> None:
+        self.run_url = run_url
+        self._client, self._runtime_env = client, runtime_env
+        self._log = Log(stream=sys.stderr)
+        self._wait_s = FIRST_WAIT_S
+        self.begin(submission, lease)
+
+    def begin(self, submission: str, lease: int) -> None:
+        """A driver has taken the run."""
         self._submission, self._lease = submission, lease
         self._since_t = time.monotonic()
 
-    def _keep(self) -> None:
+    def until_over(self) -> None:
+        """Returns once nobody has to watch the run any more."""
         while True:
             time.sleep(LOOK_EVERY_S)
             try:
-                if self._is_over():
-                    break
+                if self.is_over():
+                    return
             except Exception as error:  # Ray or the store cannot be asked now; the next look may
-                self._log.warning("the keeper could not look", run=self._run_url, error=error)
-        with contextlib.suppress(Exception):
-            ray.kill(ray.get_actor(keeper_name(self._run_url), namespace=NAMESPACE), no_restart=True)
+                self._log.warning("the keeper could not look", run=self.run_url, error=error)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
         """One look; starts the driver again if it died."""
         passing("keeper.look")
-        info = self._newest_job()
-        if info.status == JobStatus.STOPPED:
-            return True
-        if not info.status.is_terminal():
+        ended = self._last_ended()
+        if ended is None:
             return False
-        if info.driver_exit_code in HOPELESS or self._is_terminal():
+        if ended.status == JobStatus.STOPPED or ended.driver_exit_code in HOPELESS or self._is_terminal():
             return True
         if time.monotonic() - self._since_t > HEALTHY_AFTER_S:
             self._wait_s = FIRST_WAIT_S
         time.sleep(self._wait_s)
+        now = self._last_ended()
+        if now is None or now.submission_id != ended.submission_id:
+            return False  # somebody has sent the run again meanwhile
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
-        name = self._run_url.rstrip("/").rsplit("/", 1)[-1]
+        name = self.run_url.rstrip("/").rsplit("/", 1)[-1]
         passing("keeper.submit")
         self._submission = self._client.submit_job(
-            entrypoint=entrypoint(self._run_url, "--again"),
+            entrypoint=entrypoint(self.run_url, "--again"),
             submission_id=new_submission_id(name),
             runtime_env=self._runtime_env,
-            metadata={"pretrain_run": self._run_url},
+            metadata={"pretrain_run": self.run_url},
         )
         self._since_t = time.monotonic()
         return False
 
-    def _newest_job(self) -> Any:
-        """The job to watch; after a restart of this actor its arguments may name one that is past."""
-        jobs = [job for job in self._client.list_jobs() if (job.metadata or {}).get("pretrain_run") == self._run_url]
-        newest = max(jobs, key=lambda job: job.start_time or 0, default=None)
-        return newest or self._client.get_job_info(self._submission)
+    def _last_ended(self) -> Any:
+        """Of the jobs of the run the one that ended last; None while one of them lives."""
+        jobs = [job for job in self._client.list_jobs() if (job.metadata or {}).get("pretrain_run") == self.run_url]
+        jobs = jobs or [self._client.get_job_info(self._submission)]
+        if not all(job.status.is_terminal() for job in jobs):
+            return None
+        return max(jobs, key=lambda job: (job.end_time or 0, job.start_time or 0))
 
     def _is_terminal(self) -> bool:
         try:
-            events = RunDirectory.locate(self._run_url).events()
+            events = RunDirectory.locate(self.run_url).events()
         except PretrainError as error:
-            self._log.warning("the journal could not be read", run=self._run_url, error=error)
+            self._log.warning("the journal could not be read", run=self.run_url, error=error)
             return False
         return bool(events) and events[-1].kind in TERMINAL_KINDS and events[-1].lease >= self._lease

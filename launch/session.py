@@ -38,12 +38,18 @@ LOCAL_AGENT_SILENT_S = 15.0
 
 @contextmanager
 def hold_run(
-    run: RunDirectory, changes: list[ConfigChange], *, purpose: str, takeover: bool, log: Log, again: bool = False
+    run: RunDirectory,
+    changes: list[ConfigChange],
+    *,
+    purpose: str,
+    takeover: bool,
+    log: Log,
+    keep_requests: bool = False,
 ) -> Iterator[Lease]:
     """The run's lease, its journal opened, nothing of earlier attempts alive on this host.
 
-    What ends the context by an exception is the run's last journal event. `again`: nobody asked for this
-    start, a dead driver is replaced, so requests that are pending still hold.
+    What ends the context by an exception is the run's last journal event. `keep_requests`: those that are
+    pending are meant for this start.
 
     Raises:
         LeaseHeldError: another process holds the run.
@@ -57,7 +63,7 @@ def hold_run(
             log.warning("ranks of an earlier attempt had to be killed", ranks=", ".join(map(str, killed)))
         remove_leftovers(run.store)
         journal = run.journal(lease)
-        if not again:
+        if not keep_requests:
             run.clear_requests()
         try:
             _open_journal(run, journal, changes, takeover)

@@ -23,6 +23,7 @@ from pretrain.rundir.journal import TERMINAL_KINDS, Event, EventKind
 
 LOOK_EVERY_S = 0.5
 ASK_RAY_EVERY_S = 5.0
+SILENT_FOR_GOOD_S = 300.0  # a busy head may not answer for a while
 CAUGHT = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -59,7 +60,7 @@ def wait_for_end(run: RunDirectory, client: Any, submission: str, *, newer_than:
         client: of Ray's Jobs API.
         newer_than: number of the run's newest lease before it was submitted; what older ones wrote is past.
     """
-    attempt, asked_ray_t, gone_since_t = 0, time.monotonic(), None
+    attempt, asked_ray_t, answered_t, gone_since_t = 0, time.monotonic(), time.monotonic(), None
     with Asked(run) as asked:
         progress = Progress(run, run.config().schedule.total_steps)
         while True:
@@ -74,10 +75,18 @@ def wait_for_end(run: RunDirectory, client: Any, submission: str, *, newer_than:
             now = time.monotonic()
             if now - asked_ray_t > ASK_RAY_EVERY_S:
                 asked_ray_t = now
-                end = _driver_end(client, submission) if not events else None
+                answers, end = (True, None) if events else _driver_end(client, submission)
+                answered_t = now if answers else answered_t
                 if end is not None:
                     print(f"error: the run's driver ended before it began: {end[1]}", file=sys.stderr)
                     return end[0]
+                if now - answered_t > SILENT_FOR_GOOD_S:
+                    print(
+                        f"error: Ray has been silent for {SILENT_FOR_GOOD_S:.0f} s and the run's driver has not begun. "
+                        "Its head is gone or cannot be reached. The same command with --resume auto starts the run.",
+                        file=sys.stderr,
+                    )
+                    return int(ExitCode.FAILED)
                 lost = bool(events) and _is_lost(run)
                 gone_since_t = (gone_since_t or now) if lost else None
                 if gone_since_t is not None and now - gone_since_t > LOST_FOR_GOOD_S:
@@ -98,16 +107,16 @@ def _is_lost(run: RunDirectory) -> bool:
     return False
 
 
-def _driver_end(client: Any, submission: str) -> tuple[int, str] | None:
-    """Exit code and message of a driver that never opened the journal; None while it may still."""
+def _driver_end(client: Any, submission: str) -> tuple[bool, tuple[int, str] | None]:
+    """Whether Ray answers; exit code and message of a driver that never opened the journal, None while it may still."""
     try:
         info = client.get_job_info(submission)
-    except Exception:  # Ray raises many kinds; a head that is gone shows as a lost run
-        return None
+    except Exception:  # Ray raises many kinds
+        return False, None
     if not info.status.is_terminal():
-        return None
+        return True, None
     lines = (info.message or "").strip().splitlines() or [str(info.status)]
-    return int(info.driver_exit_code or ExitCode.FAILED), lines[-1]
+    return True, (int(info.driver_exit_code or ExitCode.FAILED), lines[-1])
 
 
 def _end(run: RunDirectory, event: Event, asked: bool) -> int:

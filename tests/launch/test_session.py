@@ -14,6 +14,16 @@ from pretrain.rundir import RunDirectory
 from tests.launch.runs import config_for
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_stop_that_was_sent_before_the_driver_began_is_kept_for_it(tmp_path: Path, kept: bool) -> None:
+    config = config_for(tmp_path, fake={"steps": 1})
+    run, changes = RunDirectory.claim(config, resume="never", home=str(tmp_path / "home"))
+    run.request_stop()
+    log = Log(stream=io.StringIO())
+    with hold_run(run, changes, purpose="test", takeover=False, log=log, keep_requests=kept):
+        assert len(run.pending_requests()) == kept
+
+
 @pytest.mark.parametrize(
     ("end", "seen", "word"),
     [

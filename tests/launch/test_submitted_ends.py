@@ -51,6 +51,17 @@ def relative(config: Path) -> str:
     return config.name
 
 
+def test_a_run_that_is_stopped_before_its_driver_has_begun_stops(cluster: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "of mine"
+    config = write_config(folder, "early", fake={"steps": 50_000, "step_s": 0.05})
+    sent = pretrain(cluster, folder, "submit", str(config), "--address", "auto")
+    assert sent.returncode == 0, sent.stderr
+    run = RunDirectory.locate(str(cluster.home / "early"))
+    run.request_stop()  # as `pretrain stop` does, whose own start would take as long as the driver's
+    assert run.events() == [], "the driver was quicker"
+    wait_for(lambda: any(event.kind == "stopped" for event in run.events()))
+
+
 def test_a_run_is_stopped_by_ray_goes_on_at_another_size_and_its_failure_is_the_commands(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -129,6 +129,19 @@ def test_a_driver_that_never_began_gives_its_own_code_and_last_line(
     assert "ended before it began: error: no such data" in capsys.readouterr().err
 
 
+def test_a_head_that_is_gone_before_the_driver_began_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Gone:
+        def get_job_info(self, submission: str) -> Any:
+            raise ConnectionError("refused")
+
+    monkeypatch.setattr(wait, "ASK_RAY_EVERY_S", 0.1)
+    monkeypatch.setattr(wait, "SILENT_FOR_GOOD_S", 0.5)
+    assert wait.wait_for_end(claimed(tmp_path), Gone(), "job", newer_than=0) == 3
+    assert "Its head is gone or cannot be reached" in capsys.readouterr().err
+
+
 def test_a_run_that_died_with_its_keeper_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
