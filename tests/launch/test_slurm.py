@@ -142,20 +142,27 @@ def fake_job(folder: Path, name: str, *, num_nodes: int, steps: int, **cluster: 
     return script
 
 
+def begun(running: Slurm, script: Path, name: str) -> tuple[int, Path, RunDirectory]:
+    """Submits a script and waits until its run has committed something: the job's number, its log and the run."""
+    number, home = running.submit(script), script.parent / "home"
+    log = script.parent / f"{name}-{number}.log"
+    wait_for(lambda: (home / name / "run.yaml").exists(), running, log)
+    run = RunDirectory.locate(str(home / name))
+    wait_for(lambda: "committed" in kinds(run), running, log)
+    return number, log, run
+
+
 def test_a_cancelled_job_leaves_no_process_and_its_script_goes_on_in_another_job(tmp_path: Path) -> None:
     home = tmp_path / "home"
     script = fake_job(tmp_path, "cancelled", num_nodes=1, steps=300)
     with real_slurm(1) as running:
-        number = running.submit(script)
-        log = tmp_path / f"cancelled-{number}.log"
-        wait_for(lambda: (home / "cancelled" / "run.yaml").exists(), running, log)
-        run = RunDirectory.locate(str(home / "cancelled"))
-        wait_for(lambda: "committed" in kinds(run), running, log)
+        number, log, run = begun(running, script, "cancelled")
         running.run("scancel", str(number))  # no warning, no signal named
         wait_for(lambda: running.job(number)["JobState"] == "CANCELLED", running, log)
         wait_for(lambda: not running.processes(), running, log)
         reached = int((home / "cancelled" / "fake.step").read_text())
         assert reached < 300
+        assert kinds(run)[-1] in ("interrupted", "stopped"), log.read_text()  # TERM made it save
         again = running.submit(script)
         wait_for(lambda: running.job(again)["JobState"] == "COMPLETED", running, tmp_path / f"cancelled-{again}.log")
     restored = [event.fields["step"] for event in run.events() if event.kind == "restored"]
@@ -166,14 +173,9 @@ def test_a_cancelled_job_leaves_no_process_and_its_script_goes_on_in_another_job
 
 
 def test_a_node_that_loses_power_sends_the_job_back_and_it_goes_on_once_there_are_two_again(tmp_path: Path) -> None:
-    home = tmp_path / "home"
     script = fake_job(tmp_path, "dark", num_nodes=2, steps=300)
     with real_slurm(2) as running:
-        number = running.submit(script)
-        log = tmp_path / f"dark-{number}.log"
-        wait_for(lambda: (home / "dark" / "run.yaml").exists(), running, log)
-        run = RunDirectory.locate(str(home / "dark"))
-        wait_for(lambda: "committed" in kinds(run), running, log)
+        number, log, run = begun(running, script, "dark")
         running.lose_power("n2")
         wait_for(lambda: running.job(number)["JobState"] == "PENDING", running, log)  # there is one node of two
         wait_for(lambda: not running.processes(), running, log)
@@ -211,11 +213,7 @@ def test_training_on_two_nodes_requeued_and_preempted_ends_with_the_weights_of_o
     environment = {**os.environ, "PRETRAIN_HOME": str(home), "PYTHONPATH": str(ROOT)}
     environment.pop("PRETRAIN_RANK_COMMAND", None)
     with real_slurm(2) as running:
-        number = running.submit(script)
-        log = tmp_path / f"torn-{number}.log"
-        wait_for(lambda: (home / "torn" / "run.yaml").exists(), running, log)
-        run = RunDirectory.locate(str(home / "torn"))
-        wait_for(lambda: "committed" in kinds(run), running, log)
+        number, log, run = begun(running, script, "torn")
         running.run("scancel", "--signal=USR1", "--batch", str(number))
         wait_for(lambda: kinds(run).count("restored") == 1, running, log)
         urgent = tmp_path / "urgent.sh"
