@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -32,8 +33,12 @@ def ready(play: Scene, attempt: int) -> bool:
 def standby_pids(play: Scene, node: str = "n") -> set[int]:
     if node not in play.nodes.agents:
         return set()
-    children = psutil.Process(play.nodes.agents[node].pid).children()
-    return {child.pid for child in children if "--standby" in child.cmdline()} - started_pids(play)
+    found = set()
+    for child in psutil.Process(play.nodes.agents[node].pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # dead or a zombie since they were listed
+            if "--standby" in child.cmdline():
+                found.add(child.pid)
+    return found - started_pids(play)
 
 
 def started_pids(play: Scene) -> set[int]:
