@@ -26,6 +26,7 @@ from pretrain.config import RunConfig, dump_yaml
 from pretrain.errors import ExitCode, LeaseHeldError, UserError
 from pretrain.rundir import RunDirectory, home_url
 from pretrain.rundir.lease_file import DEAD_AFTER_S, is_held, newest_lease, newest_number
+from pretrain.rundir.submission import write_submission
 from pretrain.store import open_store
 
 SUBMIT_WITHIN_S = 60.0
@@ -54,6 +55,7 @@ def run_submit(args: argparse.Namespace) -> int:
         if is_new:  # or the name would be taken by a run that never was
             run.store.delete("run.yaml")
         raise
+    write_submission(run.store, submission, lease=before)
     _tell_what_stays(os.environ)
     if args.wait:
         from launch.wait import wait_for_end

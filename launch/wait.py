@@ -20,6 +20,7 @@ from launch.runs import LOST_FOR_GOOD_S
 from pretrain.errors import ExitCode, PretrainError
 from pretrain.rundir import RunDirectory
 from pretrain.rundir.journal import TERMINAL_KINDS, Event, EventKind
+from pretrain.rundir.submission import forget_submission
 
 LOOK_EVERY_S = 0.5
 ASK_RAY_EVERY_S = 5.0
@@ -78,6 +79,8 @@ def wait_for_end(run: RunDirectory, client: Any, submission: str, *, newer_than:
                 answers, end = (True, None) if events else _driver_end(client, submission)
                 answered_t = now if answers else answered_t
                 if end is not None:
+                    with contextlib.suppress(PretrainError):  # the error that counts is the driver's
+                        forget_submission(run.store)
                     print(f"error: the run's driver ended before it began: {end[1]}", file=sys.stderr)
                     return end[0]
                 if now - answered_t > SILENT_FOR_GOOD_S:

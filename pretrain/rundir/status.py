@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pretrain.rundir.journal import Event, EventKind, read_events
 from pretrain.rundir.lease_file import LeaseRecord, is_held, newest_lease
+from pretrain.rundir.submission import Submission, read_submission
 from pretrain.store import NotFoundError, Store
 
 RunState = Literal[
@@ -36,9 +37,10 @@ class RunStatus:
 
     Attributes:
         name: the run's name.
-        state: created (never trained), running, restarting (between two attempts), stopped (on
-            request), completed, failed (gave up), interrupted (saved on a signal), lost (its process
-            died without a word; resumable), damaged (a file of it cannot be trusted; see reason).
+        state: created (never trained), running, restarting (between two attempts, or submitted and its
+            driver has not begun), stopped (on request), completed, failed (gave up), interrupted (saved on a
+            signal), lost (its process died without a word; resumable), damaged (a file of it cannot be
+            trusted; see reason).
         step: optimizer steps done.
         total_steps: optimizer steps of the whole run; None if its config cannot be read.
         attempt: number of the last attempt, 0 before the first.
@@ -68,12 +70,16 @@ def read_status(
     store: Store, name: str, total_steps: int | None, known: dict[str, dict[str, Any]] | None = None
 ) -> RunStatus:
     """The status of a run's directory; `known` as in `read_events`. Raises DamagedFileError or StoreError."""
+    waiting = read_submission(store)  # before the lease, which makes it past
     lease = newest_lease(store)  # before the journal: a holder that ends in between leaves its last event first
+    if waiting is not None and lease is not None and lease.number > waiting.lease:
+        waiting = None
     events = read_events(store, known=known)
     attempt = max((int(event.fields.get("attempt", 0)) for event in events), default=0)
     record = last_record(store, metrics_key(attempt)) if attempt else {}
-    state, reason = _state(events, lease)
+    state, reason = _state(events, lease, waiting)
     times = [event.t for event in events[-1:]] + ([lease.renewed_at] if lease else [])
+    times += [waiting.t] if waiting else []
     times += [float(record["t"])] if isinstance(record.get("t"), int | float) else []
     return RunStatus(
         name=name,
@@ -111,7 +117,7 @@ def last_record(store: Store, key: str) -> dict[str, Any]:
     return {}
 
 
-def _state(events: list[Event], lease: LeaseRecord | None) -> tuple[RunState, str | None]:
+def _state(events: list[Event], lease: LeaseRecord | None, waiting: Submission | None) -> tuple[RunState, str | None]:
     state: RunState = "created"
     reason: str | None = None
     last_lease = 0
@@ -125,6 +131,8 @@ def _state(events: list[Event], lease: LeaseRecord | None) -> tuple[RunState, st
         elif after == "running":
             reason = None
     held = lease is not None and is_held(lease, time.time())
+    if waiting is not None and not held:
+        return ("restarting" if last_lease else "created"), f"Ray job {waiting.job} has not begun to train it"
     if lease is not None and held and lease.number > last_lease:
         return ("restarting" if last_lease else "created"), f"{lease.purpose}, {lease.holder}"
     if state in ("created", "running", "restarting") and lease is not None and not held:

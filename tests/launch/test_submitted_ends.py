@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch.runs import has_ended
 from pretrain.rundir import Event, RunDirectory
 from tests.launch.runs import RANK_COMMAND, write_config
 from tests.launch.test_jobs import Cluster, wait_for
@@ -95,6 +96,7 @@ def test_a_run_is_stopped_by_ray_goes_on_at_another_size_and_its_failure_is_the_
 
     again = pretrain(cluster, folder, *submit, "cluster.num_ranks=1", "checkpoint.keep_last=4")
     assert again.returncode == 0, again.stderr
+    assert not has_ended(run.status()), "`stop` and `logs -f` would say that nothing runs"
     assert "keep_last" in again.stdout + again.stderr
     wait_for(lambda: events("restored"))
     assert [event.fields["ranks"] for event in events("attempt_started")] == [2, 1]

@@ -15,6 +15,7 @@ import pytest
 
 from launch import wait
 from pretrain.rundir import EventKind, Lease, RunDirectory
+from pretrain.rundir.submission import write_submission
 from tests.launch.runs import config_for
 
 
@@ -125,8 +126,13 @@ def test_a_driver_that_never_began_gives_its_own_code_and_last_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(wait, "ASK_RAY_EVERY_S", 0.1)
-    assert wait.wait_for_end(claimed(tmp_path), Client(exit_code=2), "job", newer_than=0) == 2
+    run = claimed(tmp_path)
+    held(run, (EventKind.STOPPED, {"step": 1})).release()
+    write_submission(run.store, "job", lease=1)
+    assert run.status().state == "restarting"
+    assert wait.wait_for_end(run, Client(exit_code=2), "job", newer_than=1) == 2
     assert "ended before it began: error: no such data" in capsys.readouterr().err
+    assert run.status().state == "stopped"  # as before: nobody trains it
 
 
 def test_a_head_that_is_gone_before_the_driver_began_is_not_waited_for_for_ever(

@@ -14,6 +14,7 @@ import pytest
 
 from pretrain.rundir import DamagedFileError, JournalWriter, Lease, RunDirectory, this_process
 from pretrain.rundir.lease_file import lease_key
+from pretrain.rundir.submission import forget_submission, write_submission
 from tests.rundir.helpers import ELSEWHERE, flip_bits, gone_process, new_run, put_lease
 
 
@@ -120,6 +121,48 @@ def test_an_ended_run_that_somebody_takes_up_again_is_restarting_and_then_runnin
     run.journal(lease).append("attempt_started", attempt=2, ranks=2, host="here", why="resume")
     assert run.status().state == "running"
     lease.release()
+
+
+@pytest.mark.parametrize("ended", ["stopped", "completed", "failed", "interrupted", "lost", "created"])
+def test_a_run_that_was_submitted_is_alive_until_its_driver_has_begun(run: RunDirectory, ended: str) -> None:
+    number = 0
+    if ended != "created":
+        lease, journal = start(run)
+        number = lease.number
+        if ended != "lost":
+            journal.append(ended, step=6, reason="r", exit_code=3)
+        lease.release()
+    before = time.time()
+    assert run.status().state == ended
+    write_submission(run.store, "pretrain-tiny-17", lease=number)
+    status = run.status()
+    assert status.state == ("created" if ended == "created" else "restarting")
+    assert status.reason == "Ray job pretrain-tiny-17 has not begun to train it"
+    assert before <= float(status.updated_at or 0) <= time.time()
+    lease = Lease.acquire(run.store, purpose="pretrain submit")  # of the driver, or of anyone
+    assert "pretrain submit, pid" in str(run.status().reason)
+    run.journal(lease).append("stopped", step=6)
+    lease.release()
+    assert run.status().state == "stopped"  # although the file is still there
+
+
+def test_a_run_that_is_held_is_its_holders_whoever_submits_it_over_again(run: RunDirectory) -> None:
+    lease, _ = start(run)
+    write_submission(run.store, "job", lease=lease.number)
+    assert run.status().state == "running"
+    lease.release()
+    assert run.status().state == "restarting"
+    forget_submission(run.store)
+    forget_submission(run.store)
+    assert run.status().state == "lost"
+
+
+def test_a_damaged_submission_is_told_with_its_file(run: RunDirectory) -> None:
+    write_submission(run.store, "job", lease=0)
+    path = Path(run.url) / "control" / "submitted.json"
+    path.write_bytes(flip_bits(path)[300])
+    with pytest.raises(DamagedFileError, match=r"submitted\.json.*Delete that file"):
+        run.status()
 
 
 KILLED = """
