@@ -1,7 +1,8 @@
 """What a rendered file tells a machine to run is run as written, in namespaces of its own: mounts, processes, net.
 
 So `ray stop` of one file, its fixed ports and its `/etc/pretrain` meet nothing of this machine. The ranks are fake.
-Slow: each starts a Ray. Slurm's script runs in test_slurm, the containers' entry points in test_containers.
+Each starts a Ray, so two are slow. Slurm's script runs in test_slurm, the containers' entry points in
+tests/cluster/test_container_roles and, in their image, in test_containers.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cluster.hosts import missing
 from tests.launch.entered import STEPS, config_for, rendered, sent_to_the_head
 from tests.launch.rendered import IMAGE
 from tests.launch.runs import RANK_COMMAND, ROOT, run_cli
+from tests.missing import did_not_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 def in_namespaces(folder: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script as a machine of its own: it sees this file system, but its changes of /etc are private."""
+    lacking = missing()
+    if lacking:
+        did_not_run(lacking)
     home = folder / "home"
     home.mkdir(exist_ok=True)
     prepare = (
@@ -53,6 +59,7 @@ def check_completed(folder: Path, done: subprocess.CompletedProcess[str]) -> Non
     assert json.loads(status.stdout)["state"] == "completed"
 
 
+@pytest.mark.slow
 def test_the_entry_point_of_a_rayjob_is_a_ray_job_that_ends_with_the_run(tmp_path: Path) -> None:
     """As KubeRay's submitter does: `ray job submit -- ENTRYPOINT` on a cluster with the ConfigMap at its place."""
     kubernetes = {"volumes": {"shared": {"claim": "shared", "mount": str(tmp_path)}}}
@@ -81,6 +88,7 @@ def _container(job: dict[str, Any]) -> dict[str, Any]:
     return container
 
 
+@pytest.mark.slow
 def test_the_commands_of_a_launcher_file_bring_up_a_head_that_takes_the_run(tmp_path: Path) -> None:
     launcher = {"kind": "hosts", "head": "127.0.0.1", "workers": [], "user": "root"}
     text = rendered(tmp_path, "ray", config_for(tmp_path, ranks=2, launcher=launcher))

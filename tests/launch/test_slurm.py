@@ -25,7 +25,7 @@ from tests.launch.slurm import Slurm, missing_programs, slurm
 from tests.missing import did_not_run
 from tests.tiny import build_tiny
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 WAIT_S = 300.0
 
 
@@ -152,6 +152,7 @@ def begun(running: Slurm, script: Path, name: str) -> tuple[int, Path, RunDirect
     return number, log, run
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_leaves_no_process_and_its_script_goes_on_in_another_job(tmp_path: Path) -> None:
     home = tmp_path / "home"
     script = fake_job(tmp_path, "cancelled", num_nodes=1, steps=300)
@@ -172,6 +173,7 @@ def test_a_cancelled_job_leaves_no_process_and_its_script_goes_on_in_another_job
     assert kinds(run)[-1] == "completed"
 
 
+@pytest.mark.slow
 def test_a_node_that_loses_power_sends_the_job_back_and_it_goes_on_once_there_are_two_again(tmp_path: Path) -> None:
     script = fake_job(tmp_path, "dark", num_nodes=2, steps=300)
     with real_slurm(2) as running:
@@ -189,6 +191,7 @@ def test_a_node_that_loses_power_sends_the_job_back_and_it_goes_on_once_there_ar
     assert kinds(run)[-1] == "completed"
 
 
+@pytest.mark.slow
 def test_training_on_two_nodes_requeued_and_preempted_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
     """USR1 before the limit, then a job of higher priority: both save, come back and end bit for bit as if alone."""
     home = tmp_path / "home"
