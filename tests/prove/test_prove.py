@@ -42,10 +42,11 @@ def _prove(tmp_path: Path, *words: str, config: str = "tiny-decoder") -> subproc
         env={**os.environ, "PRETRAIN_HOME": str(tmp_path / "runs")},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=880,
     )
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("config", ["tiny-decoder", pytest.param("tiny-moe", marks=pytest.mark.slow)])
 def test_killed_ranks_and_a_killed_trainer_end_with_the_same_bits_as_the_untouched_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str
