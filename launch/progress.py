@@ -21,10 +21,14 @@ LINE_EVERY_S = 1.0  # steps that come faster share a line
 
 
 class Progress:
-    """Call `show` as often as you like; it reads and prints in its own rhythm."""
+    """Call `show` as often as you like; it reads and prints in its own rhythm.
 
-    def __init__(self, run: RunDirectory, total_steps: int, stream: TextIO | None = None) -> None:
-        self._run, self._total_steps = run, total_steps
+    Attributes:
+        after: attempts up to this one were shown when they trained.
+    """
+
+    def __init__(self, run: RunDirectory, total_steps: int, stream: TextIO | None = None, *, after: int = 0) -> None:
+        self._run, self._total_steps, self.after = run, total_steps, after
         self._stream = stream or sys.stdout
         self._attempt = 0
         self._offset = 0
@@ -35,6 +39,8 @@ class Progress:
 
     def show(self, attempt: int, *, last: bool = False) -> None:
         """Prints what is new of an attempt; `last` prints also what was held back."""
+        if attempt <= self.after:
+            return
         now = time.monotonic()
         if attempt != self._attempt:
             self._print_held()

@@ -81,7 +81,7 @@ def _train(run: RunDirectory, config: RunConfig, changes: list[ConfigChange], *,
         print(f"nothing to do: the run is complete at step {config.schedule.total_steps}. {more_steps(run.name)}")
         return int(ExitCode.DONE)
     log = Log(stream=ControllerLog(run))
-    progress = Progress(run, config.schedule.total_steps)
+    progress = Progress(run, config.schedule.total_steps, after=run.next_attempt() - 1)
     cluster = config.cluster
     # Agents end before their Ray does, and both before the lease is given back.
     with (
