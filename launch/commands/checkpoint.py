@@ -73,7 +73,8 @@ def _register_keeping(actions: argparse._SubParsersAction[argparse.ArgumentParse
         "average",
         help="write the mean of the last checkpoints",
         description="Writes the mean of the weights of a run's last checkpoints as export does, with their names in "
-        "origin.json. The mean is taken in float64, one weight at a time.",
+        "origin.json. The mean is taken in float64, one weight at a time. Checkpoints must lie near each other for "
+        "what the run still learns: the mean of distant ones is worse than the last.",
     )
     average.add_argument("run", metavar="RUN", help=_RUN_HELP)
     average.add_argument("--last", metavar="N", type=int, default=5, help="how many of the newest (default: 5)")

@@ -80,7 +80,12 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
-    chosen.add_argument("--average", type=int, metavar="N", help="mean weights of the run's newest N checkpoints")
+    chosen.add_argument(
+        "--average",
+        type=int,
+        metavar="N",
+        help="mean weights of the run's newest N checkpoints, which should lie near each other",
+    )
 
 
 def add_beam_arguments(parser: argparse.ArgumentParser) -> None:
