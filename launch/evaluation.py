@@ -97,12 +97,25 @@ def score_translations(
     return translation_scores([s.hypothesis for s in samples], [s.reference for s in samples]), samples
 
 
+def check_writable(path: str | Path) -> None:
+    """That `write_samples` can write there, without a change of what is there. Raises UserError."""
+    try:
+        with open(path, "a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
 def write_samples(path: str | Path, samples: Sequence[Sample]) -> None:
     """One line of JSON per translation. Raises UserError where the file cannot be written."""
     try:
         Path(path).write_text("".join(sample.to_line() for sample in samples), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--samples={path} cannot be written: {error.strerror}. Name another file.") from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: str | Path, error: OSError) -> UserError:
+    return UserError(f"--samples={path} cannot be written: {error.strerror}. Name another file.")
 
 
 def _measure(trained: Trained, source: ValidationSet) -> LossTotals:

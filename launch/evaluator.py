@@ -63,7 +63,7 @@ class Evaluator:
             except StoreError as error:
                 failures += 1
                 self.say(f"the storage failed, it is asked again: {error}")
-                time.sleep(min(60.0, LOOK_EVERY_S * 2**failures))
+                time.sleep(min(60.0, LOOK_EVERY_S * 2 ** min(failures, 5)))
                 continue
             failures = 0
             if is_over:

@@ -67,6 +67,10 @@ def open_trained(target: str, *, checkpoint: str | None = None, average: int | N
     """
     if Path(target, "config.json").is_file():
         return _open_export(Path(target), named=checkpoint is not None or average is not None)
+    if Path(target).is_dir() and any(Path(target).glob("*.safetensors")):
+        raise UserError(
+            f"{target} has weights and no config.json. An exported model has both. Export it again, or name a run."
+        )
     run, named = _split(target)
     if named and (checkpoint is not None or average is not None):
         raise UserError(
@@ -101,10 +105,8 @@ def _split(target: str) -> tuple[str, str | None]:
     head, colon, tail = target.rpartition(":")
     if colon and tail.startswith("step-"):
         return head, tail
-    path = Path(target)
-    if path.name.startswith("step-") and path.parent.name == "checkpoints":
-        return str(path.parent.parent), path.name
-    return target, None
+    run, _, name = target.rstrip("/").rpartition("/checkpoints/")  # a path or a URL
+    return (run, name) if run and name.startswith("step-") and "/" not in name else (target, None)
 
 
 def _open_export(directory: Path, *, named: bool) -> Trained:

@@ -6,9 +6,11 @@ import argparse
 import json
 import sys
 
+from launch.commands.data_forecast import positive
 from launch.commands.generate import add_beam_arguments, add_target, beam_options
 from pretrain.errors import ExitCode, UserError
 
+MAX_TOKENS = 200
 DESCRIPTION = """\
 Measures a trained model: loss, perplexity and bits per byte of each held-out source (the run's own, or those given
 with --data), and with --pairs BLEU and chrF of its translations. TARGET is a run (its newest checkpoint),
@@ -30,17 +32,17 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--data", action="append", default=[], metavar="NAME=DIR", help="held-out source; may be repeated"
     )
-    parser.add_argument("--max-rows", type=int, metavar="N", help="rows per source at most (default: the run's)")
+    parser.add_argument("--max-rows", type=positive, metavar="N", help="rows per source at most (default: the run's)")
     parser.add_argument("--pairs", metavar="FILE", help="lines of JSON with held-out pairs to translate")
     parser.add_argument("--source-field", default="source", metavar="NAME", help="field of the source text in them")
     parser.add_argument("--target-field", default="target", metavar="NAME", help="field of the reference")
-    parser.add_argument("--max-pairs", type=int, metavar="N", help="translate the first N pairs only")
+    parser.add_argument("--max-pairs", type=positive, metavar="N", help="translate the first N pairs only")
     parser.add_argument(
-        "--max-tokens", type=int, default=200, metavar="N", help="tokens of a translation at most (default 200)"
+        "--max-tokens", type=positive, metavar="N", help="tokens of a translation at most (default 200)"
     )
     add_beam_arguments(parser)
     parser.add_argument("--samples", metavar="FILE", help="keep every translation there, as lines of JSON")
-    parser.add_argument("--show", type=int, default=5, metavar="N", help="translations to print (default 5)")
+    parser.add_argument("--show", type=_count, default=5, metavar="N", help="translations to print (default 5)")
     parser.add_argument(
         "--follow", action="store_true", help="measure every checkpoint, new ones as they come, until the run has ended"
     )
@@ -50,9 +52,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints. Raises UserError for what cannot be measured."""
-    from launch.evaluation import Evaluation, measure_losses, score_translations, write_samples
+    from launch.evaluation import Evaluation, check_writable, measure_losses, score_translations, write_samples
     from launch.trained import open_trained
-    from pretrain.generate.translations import read_pairs
+    from pretrain.generate.translations import check_translates, read_pairs
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -65,18 +67,33 @@ def run(args: argparse.Namespace) -> int:
     if args.pairs is not None:
         fields = {"source_field": args.source_field, "target_field": args.target_field}
         pairs = read_pairs(args.pairs, **fields, limit=args.max_pairs)
+    else:
+        _check_no_translation(args)
+    if args.samples is not None:
+        check_writable(args.samples)  # before hours of translating
     trained = open_trained(args.target, checkpoint=args.checkpoint, average=args.average)
+    if pairs is not None:
+        check_translates(trained.writer)
     result = Evaluation(trained.where, trained.checkpoints)
     if sources or pairs is None or (trained.run is not None and trained.run.data.validation):
         result.losses = measure_losses(trained, sources, max_rows=args.max_rows, say=say)
     if pairs is not None:
         result.scores, result.samples = score_translations(
-            trained, pairs, beams=beams, max_tokens=args.max_tokens, say=say
+            trained, pairs, beams=beams, max_tokens=args.max_tokens or MAX_TOKENS, say=say
         )
         if args.samples is not None:
             write_samples(args.samples, result.samples)
     print(json.dumps(result.to_json(), indent=2) if args.json else _text(result, args.show))
     return ExitCode.DONE
+
+
+def _check_no_translation(args: argparse.Namespace) -> None:
+    """Raises UserError for an option that would have no effect."""
+    options = {"--samples": args.samples, "--max-pairs": args.max_pairs, "--max-tokens": args.max_tokens,
+               "--beams": args.beams}  # fmt: skip
+    given = [option for option, value in options.items() if value is not None]
+    if given:
+        raise UserError(f"{given[0]} has no effect without --pairs. It is about translations. Give --pairs FILE.")
 
 
 def _follow(args: argparse.Namespace) -> int:
@@ -86,7 +103,10 @@ def _follow(args: argparse.Namespace) -> int:
     given = [
         option
         for option, value in (("--data", args.data), ("--pairs", args.pairs), ("--checkpoint", args.checkpoint),
-                              ("--max-rows", args.max_rows), ("--samples", args.samples), ("--beams", args.beams),
+                              ("--max-rows", args.max_rows), ("--max-pairs", args.max_pairs),
+                              ("--max-tokens", args.max_tokens),
+                              ("--samples", args.samples), ("--beams", args.beams),
+                              ("--length-penalty", args.length_penalty), ("--score", args.score),
                               ("--json", args.json))
         if value
     ]  # fmt: skip
@@ -132,6 +152,13 @@ def _text(result: object, show: int) -> str:
         lines.append(f"BLEU {scores.bleu:.2f}  chrF {scores.chrf:.2f}  ({scores.sentences} sentences)")
         lines += [scores.bleu_signature, scores.chrf_signature]
     return "\n".join(lines)
+
+
+def _count(text: str) -> int:
+    """A whole number from 0 on, for argparse."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
 
 
 def _named(text: str) -> tuple[str, str]:

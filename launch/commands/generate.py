@@ -13,6 +13,7 @@ from pretrain.errors import ExitCode, UserError
 if TYPE_CHECKING:
     from pretrain.generate.beam import BeamOptions
     from pretrain.generate.prompts import Question
+    from pretrain.generate.sampling import SamplingOptions
     from pretrain.generate.text import Generated
 
 DESCRIPTION = """\
@@ -52,7 +53,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--excerpt", action="store_true", help="the text with gaps goes on: no end-of-text id is put behind it"
     )
-    parser.add_argument("--lines", action="store_true", help="every line is a text of its own")
+    parser.add_argument(
+        "--lines", action="store_true", help="every line is a text of its own; an empty one stays empty"
+    )
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="new tokens at most (default 200)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 = greedy (default); 1 = as the model thinks"
@@ -61,7 +64,6 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--top-p",
         type=float,
-        default=1.0,
         metavar="P",
         help="draw from the most likely tokens that make up P (default 1)",
     )
@@ -91,13 +93,10 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 def add_beam_arguments(parser: argparse.ArgumentParser) -> None:
     """--beams, --length-penalty and --score."""
     parser.add_argument("--beams", type=int, metavar="B", help="beam search with B beams instead of single choices")
-    parser.add_argument(
-        "--length-penalty", type=float, default=0.6, metavar="A", help="exponent of the length in it (default 0.6)"
-    )
+    parser.add_argument("--length-penalty", type=float, metavar="A", help="exponent of the length in it (default 0.6)")
     parser.add_argument(
         "--score",
         choices=("paper", "transformers"),
-        default="paper",
         help="log P / ((5 + n) / 6)^A as in the paper (default), or log P / n^A as transformers has it",
     )
 
@@ -106,17 +105,35 @@ def beam_options(args: argparse.Namespace) -> BeamOptions | None:
     """What the arguments of `add_beam_arguments` say; None without --beams. Raises UserError."""
     from pretrain.generate.beam import BeamOptions
 
-    return None if args.beams is None else BeamOptions(args.beams, args.length_penalty, args.score)
+    given = {"alpha": args.length_penalty, "rule": args.score}
+    given = {name: value for name, value in given.items() if value is not None}
+    if args.beams is None and given:
+        option = "--score" if args.length_penalty is None else "--length-penalty"
+        raise UserError(f"{option} has no effect without --beams. It scores beams. Set --beams 4, or leave it out.")
+    return None if args.beams is None else BeamOptions(args.beams, **given)
+
+
+def _sampling_options(args: argparse.Namespace) -> SamplingOptions:
+    """Raises UserError for values outside their range, and for those that nothing would be drawn by."""
+    from pretrain.generate.sampling import SamplingOptions
+
+    options = SamplingOptions(args.temperature, args.top_k, 1.0 if args.top_p is None else args.top_p, args.seed)
+    drawn = [name for name, value in (("--top-k", args.top_k), ("--top-p", args.top_p)) if value is not None]
+    if drawn and not args.temperature:
+        raise UserError(
+            f"{drawn[0]} has no effect at --temperature=0, where the most likely token is taken. "
+            "Set --temperature 1, or leave it out."
+        )
+    return options
 
 
 def run(args: argparse.Namespace) -> int:
     """Opens the target, writes, prints texts or JSON."""
     from launch.trained import open_trained
     from pretrain.generate.prompts import Question
-    from pretrain.generate.sampling import SamplingOptions
-    from pretrain.generate.text import write_texts
+    from pretrain.generate.text import Generated, write_texts
 
-    sampling = SamplingOptions(args.temperature, args.top_k, args.top_p, args.seed)
+    sampling = _sampling_options(args)
     beams = beam_options(args)
     if beams is not None and args.temperature:
         raise UserError(
@@ -124,29 +141,36 @@ def run(args: argparse.Namespace) -> int:
             "Leave one out."
         )
     text = _read_text(args)
-    texts = [line for line in text.splitlines() if line.strip()] if args.lines else [text]
+    texts = text.splitlines() if args.lines else [text]
+    blank = [args.lines and not one.strip() for one in texts]
+    if all(blank):
+        raise UserError("no line holds a text. With --lines each is a text of its own. Give at least one.")
     trained = open_trained(args.target, checkpoint=args.checkpoint, average=args.average)
     writer = trained.writer
-    questions = [Question(one, args.suffix, args.gap, args.mode, args.excerpt) for one in texts or [""]]
+    questions = [
+        Question(one, args.suffix, args.gap, args.mode, args.excerpt)
+        for one, left_out in zip(texts, blank, strict=True)
+        if not left_out
+    ]
     written = write_texts(writer, questions, max_tokens=args.max_tokens, sampling=sampling, beams=beams)
+    answers = zip(questions, written, strict=True)
     facts = {"run": trained.where if trained.run is None else trained.run.name, "checkpoint": trained.checkpoint}
     rows = []
-    for question, new in zip(questions, written, strict=True):
+    for one, left_out in zip(texts, blank, strict=True):
+        question, new = (Question(one), Generated("", (), ended=True)) if left_out else next(answers)
+        rows.append({**facts, **_row(question, new)})
         if not args.json:
             print(_shown(question, new, reads_sources=writer.reads_sources), flush=True)
-        row: dict[str, Any] = {
-            **facts,
-            "prompt": question.text,
-            "text": new.text,
-            "tokens": len(new.ids),
-            "ended": new.ended,
-        }
-        if new.gaps:
-            row |= {"gaps": list(new.gaps), "filled": _filled(question, new)}
-        rows.append(row if new.score is None else {**row, "score": new.score})
     if args.json:
         print(json.dumps(rows if args.lines else rows[0], indent=2, ensure_ascii=False))
     return ExitCode.DONE
+
+
+def _row(question: Question, new: Generated) -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt": question.text, "text": new.text, "tokens": len(new.ids), "ended": new.ended}
+    if new.gaps:
+        row |= {"gaps": list(new.gaps), "filled": _filled(question, new)}
+    return row if new.score is None else {**row, "score": new.score}
 
 
 def _shown(question: Question, new: Generated, *, reads_sources: bool) -> str:

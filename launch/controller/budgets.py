@@ -58,7 +58,7 @@ def _count(state: RunState, fault: Fault, now: float, limits: Limits) -> RunStat
         again = bool(state.crashes) and state.crash_step == fault.step
         crashes = state.crashes + 1 if again else 1
         crash_host = fault.host if not again or state.crash_host == fault.host else ""
-    wait_s = min(limits.backoff_s * 2 ** (sum(failures.values()) - 1), limits.max_backoff_s)
+    wait_s = min(limits.backoff_s * 2.0 ** min(sum(failures.values()) - 1, 60), limits.max_backoff_s)
     return replace(
         state,
         failures=failures,

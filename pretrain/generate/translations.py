@@ -77,16 +77,21 @@ def translate(
     Raises:
         UserError: the model reads no sources; see `write_texts`.
     """
-    if not writer.reads_sources:
-        raise UserError(
-            f"model.family={writer.config.family} translates nothing. Pairs are translated by encoder-decoders. "
-            "Evaluate a run of one."
-        )
+    check_translates(writer)
     sources = [pair.source for pair in pairs]
     options = SamplingOptions()
     written = write_texts(writer, sources, max_tokens=max_tokens, sampling=options, beams=beams, alive=alive)
     for pair, one in zip(pairs, written, strict=True):
         yield Sample(pair.source, pair.target, one.text.strip())
+
+
+def check_translates(writer: Writer) -> None:
+    """Raises UserError for a model that reads no sources."""
+    if not writer.reads_sources:
+        raise UserError(
+            f"model.family={writer.config.family} translates nothing. Pairs are translated by encoder-decoders. "
+            "Evaluate a run of one."
+        )
 
 
 def _pair(record: object, source_field: str, target_field: str, where: str) -> Pair:

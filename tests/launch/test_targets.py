@@ -131,7 +131,9 @@ def test_lines_seeds_and_lengths_are_what_they_say(
         assert generate(run, *drawn, "--seed", 7 + number, lines=[line]) == [together[number]]
     assert generate(run, *drawn, "--seed", 7) == together
     assert generate(run, *drawn, "--seed", 70) != together
-    assert generate(run, lines=[LINES[0], "", "   ", LINES[1]]) == generate(run, lines=LINES[:2])
+    first, *empty, second = generate(run, lines=[LINES[0], "", "   ", LINES[1]])  # a line for a line
+    assert [first, second] == generate(run, lines=LINES[:2])
+    assert [(row["prompt"], row["text"], row["tokens"]) for row in empty] == [("", "", 0), ("   ", "", 0)]
     assert generate(run, "--top-k", 1, *drawn) == generate(run)
     longer, shorter = generate(run), generate(run, "--max-tokens", 5)
     for a, b in zip(longer, shorter, strict=True):
