@@ -70,10 +70,23 @@ class RayNodes:
     def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
         for node in slots:
             self.release(node)
-        groups = {
-            node: placement_group([{self._resource: count}], bundle_label_selector=[{"ray.io/node-id": node}])
-            for node, count in slots.items()
-        }
+        groups: dict[str, PlacementGroup] = {}
+        try:
+            for node, count in slots.items():
+                label = [{"ray.io/node-id": node}]
+                groups[node] = placement_group([{self._resource: count}], bundle_label_selector=label)
+            self._fill(groups, slots, controller, secret)
+        except BaseException:  # whatever it was: slots that nobody holds would be missing from every later order
+            for node, group in groups.items():
+                self._held.pop(node, None)
+                with contextlib.suppress(Exception):  # its actor goes with it
+                    remove_placement_group(group)
+            raise
+
+    def _fill(
+        self, groups: Mapping[str, PlacementGroup], slots: Mapping[str, int], controller: tuple[str, int], secret: str
+    ) -> None:
+        """Waits for the groups and starts an agent in each."""
         deadline = time.monotonic() + PLACE_WITHIN_S
         missing = [node for node, group in groups.items() if not group.wait(max(0.1, deadline - time.monotonic()))]
         if missing:

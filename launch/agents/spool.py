@@ -56,9 +56,11 @@ class LogSpool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _copy_forever(self) -> None:
-        while not self._closed:
+        closed = False
+        while not closed:
             self._wake.wait(COPY_EVERY_S)
             self._wake.clear()
+            closed = self._closed  # read before the files: while the last copies went up, these may have grown
             self._copy_grown()
 
     def _copy_grown(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from launch.controller.crew import News
+from launch.controller.news import News
 from launch.controller.offers import Slots
 from launch.controller.policy import decide
 from launch.controller.state import (
@@ -299,7 +299,10 @@ class Controller:
         elif outcome.event != "fenced":
             reason = {"reason": outcome.reason} if outcome.reason else {}
             self.record(EventKind(outcome.event), step=outcome.step, **reason)
-            self._run.clear_requests()
+            try:
+                self._run.clear_requests()
+            except StoreError as error:  # the next start clears them; the end itself is still to be written
+                self._log.warning("requests that are done could not be removed", error=error)
         deadline = time.monotonic() + JOURNAL_WITHIN_S
         while self._unwritten and not self._fenced and time.monotonic() < deadline:
             time.sleep(0.5)

@@ -8,26 +8,29 @@ node is left out until it answers again. Own design (DESIGN section 7).
 
 from __future__ import annotations
 
+import math
 import queue
 import secrets
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from launch.agents.wire import CONTROLLER_SILENT_S
 from launch.controller.attempt import RankPlace, RankSetting, assign_ranks, choose_nodes, rank_environment
 from launch.controller.hub import Hub
+from launch.controller.news import News, read_lines
 from launch.controller.offers import NO_SLOTS, Offer, Seat, Slots
 from launch.controller.slots import Nodes, SlotsTakenError, SlotTable
-from launch.controller.state import Beat, RankExit, RankStack
+from launch.controller.state import RankExit, RankStack
 
 # From the order for slots to the first word of an agent. Ray may have to start an interpreter from a cold network file
 # system, or on cores that others use: what is given up too early begins anew, and never comes (measured at 60 s).
 AGENT_START_S = 180.0
 UNHEARD_S = 1.2  # an agent says something every 0.5 s
 RELEASE_WITHIN_S = 5.0  # longest wait at the end for a Ray that may be dead itself
+COPIES_WITHIN_S = 12.0  # an agent that ends copies logs into an object store for up to 10 s; Ray would kill it at once
 
 
 class LogPlaces(Protocol):
@@ -58,26 +61,6 @@ class _Wanted:
 
     slots: int
     since_t: float
-
-
-@dataclass(slots=True)
-class News:
-    """What happened since the last look."""
-
-    placed: tuple[Seat, ...] | None = None
-    place_failed: str | None = None
-    start_failed: str | None = None
-    exits: list[RankExit] = field(default_factory=list)
-    beats: list[Beat] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)
-    processes: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> identity, as spawned
-    events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # rank, event of its heartbeat pipe
-    standbys: int | None = None  # slots whose standbys are ready
-    standbys_ready: int | None = None  # all that were asked for are ready now; how many
-    stacks: list[RankStack] = field(default_factory=list)
-    evaluator_code: int | None = None  # the process that measures checkpoints ended; 0 also where its slot was needed
-    unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now
-    notes: list[str] = field(default_factory=list)  # what agents have to say to people
 
 
 class Crew:
@@ -221,12 +204,14 @@ class Crew:
         """Ends all agents, also those that have not been heard of yet, and gives their slots back."""
         self._table.close()
         self._tell_all({"kind": "bye"})
-        self._hub.close()
-        for node in {*(agent.node for agent in self._agents.values()), *self._wanted}:
+        for agent in self._agents.values():
+            self._release(agent.node, agent.number)
+        for node in self._wanted:
             self._release(node)
-        deadline = time.monotonic() + RELEASE_WITHIN_S
+        deadline = time.monotonic() + RELEASE_WITHIN_S + self._copies_within_s()
         for release in self._releases:
             release.join(max(0.0, deadline - time.monotonic()))
+        self._hub.close()
         self._agents.clear()
 
     def look(self, timeout_s: float) -> News:
@@ -279,7 +264,7 @@ class Crew:
         elif kind == "exit":
             news.exits.append(RankExit(int(message["rank"]), int(message["code"]), str(message["tail"])))
         elif kind == "lines":
-            _read_lines(int(message["rank"]), message["lines"], news)
+            read_lines(int(message["rank"]), message["lines"], news)
 
     def _start_ranks(self, master: tuple[str, int]) -> None:
         num_ranks = len(self._places)
@@ -342,20 +327,33 @@ class Crew:
     def _dismiss(self, agent: AgentView) -> None:
         """Ends an agent that is not wanted any more."""
         self._hub.send(agent.number, {"kind": "bye"})
-        self._drop(agent)
+        self._drop(agent, ending=True)
 
-    def _drop(self, agent: AgentView) -> None:
+    def _drop(self, agent: AgentView, *, ending: bool = False) -> None:
         del self._agents[agent.number]
         if self._evaluator == agent.number:
             self._evaluator, self._evaluator_lost = None, True
         self._places = [place for place in self._places if place.agent != agent.number]
-        self._hub.drop(agent.number)
-        self._release(agent.node)
+        if not ending:
+            self._hub.drop(agent.number)
+        self._release(agent.node, agent.number if ending else None)
 
-    def _release(self, node: str) -> None:
-        release = threading.Thread(target=self._nodes.release, args=(node,), name="release", daemon=True)
+    def _release(self, node: str, ending: int | None = None) -> None:
+        """Gives a node back; before that an agent that was told to end may copy its logs."""
+        release = threading.Thread(target=self._give_back, args=(node, ending), name="release", daemon=True)
         self._releases = [*(other for other in self._releases if other.is_alive()), release]
         release.start()
+
+    def _give_back(self, node: str, ending: int | None) -> None:
+        deadline = time.monotonic() + self._copies_within_s()
+        while ending is not None and self._hub.silent_s(ending) < math.inf and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if ending is not None:
+            self._hub.drop(ending)
+        self._nodes.release(node)
+
+    def _copies_within_s(self) -> float:
+        return COPIES_WITHIN_S if self._attempt and self._logs.of(self._attempt, 0)["log"] is None else 0.0
 
     def _answer_order(self, news: News) -> None:
         now = time.monotonic()
@@ -387,12 +385,3 @@ class Crew:
     def _tell_all(self, message: dict[str, Any]) -> None:
         for number in self._agents:
             self._hub.send(number, message)
-
-
-def _read_lines(rank: int, lines: list[dict[str, Any]], news: News) -> None:
-    for line in lines:
-        if "event" in line:
-            news.events.append((rank, line))
-        elif isinstance(line.get("phase"), str) and isinstance(line.get("step"), int):
-            t, own_s = (line.get(name) if isinstance(line.get(name), float) else None for name in ("t", "own_s"))
-            news.beats.append(Beat(rank, line["phase"], line["step"], int(line.get("collective", 0)), t, own_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -248,3 +249,37 @@ def test_the_end_gives_back_slots_whose_agent_was_not_heard_yet_and_waits_for_th
     _launch(crew, nodes)
     crew.close()
     assert given_back == ["n"]
+
+
+class LogsInAStore(NoLogs):
+    def of(self, attempt: int, rank: int) -> dict[str, str | None]:
+        return {"log": None, "log_url": "s3://bucket/run", "log_key": "log"}
+
+
+def test_an_agent_that_copies_logs_into_a_store_is_not_ended_before_it_has():
+    class Released(OneNode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.released: list[str] = []
+
+        def release(self, node: str) -> None:
+            self.released.append(node)
+
+    nodes = Released()
+    crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), LogsInAStore(), "127.0.0.1", 5.0)
+    _launch(crew, nodes)
+    with socket.create_connection(nodes.launched[0]) as agent:
+        agent.settimeout(10.0)
+        heard = _words(agent)
+        _greet(agent, crew, nodes)
+        crew.start(1, 1)
+        closing = threading.Thread(target=crew.close)
+        closing.start()
+        assert [next(heard)["kind"], next(heard)["kind"]] == ["reserve", "bye"]
+        time.sleep(1.0)  # it copies
+        assert nodes.released == []
+        heard.close()
+    ended = time.monotonic()
+    closing.join(10.0)
+    assert nodes.released == ["n"]
+    assert time.monotonic() - ended < 2.0
