@@ -22,8 +22,9 @@ from launch.controller.crew import Crew
 from launch.controller.hub import Hub
 from launch.controller.state import Outcome, Stop
 from launch.session import RunLogs, hold_run
+from pretrain.errors import StoreError
 from pretrain.log import Log
-from pretrain.rundir import Event, RunDirectory
+from pretrain.rundir import Event, EventKind, RunDirectory
 from tests.launch.nodes import ProcessNodes
 from tests.launch.runs import RANK_COMMAND, config_for
 
@@ -139,6 +140,31 @@ def test_a_rank_killed_from_outside_is_seen_at_once_named_and_the_run_completes(
     restored = play.events("restored")[0].fields["step"]
     assert restored in [event.fields["step"] for event in play.events("committed")]
     assert [event.fields["outcome"] for event in play.events("attempt_ended")] == ["failed", "completed"]
+    assert play.run.status().state == "completed"
+
+
+def test_a_store_that_fails_for_a_moment_at_the_end_costs_no_run_its_last_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end is kept and tried again, though the done requests could not be removed either."""
+    with scene(tmp_path, {"n": 2}, {"steps": 60, "step_s": 0.03}) as play:
+        play.wait_for(lambda: play.events("committed"))
+        assert play.controller is not None
+        append = play.controller._journal.append
+        fails = iter([True, False])
+
+        def append_once_in_vain(kind: EventKind, **fields: Any) -> Any:
+            if kind == EventKind.COMPLETED and next(fails):
+                raise StoreError("a moment without a network")
+            return append(kind, **fields)
+
+        def clear(run: RunDirectory) -> None:
+            raise StoreError("a moment without a network")
+
+        monkeypatch.setattr(play.controller._journal, "append", append_once_in_vain)
+        monkeypatch.setattr(RunDirectory, "clear_requests", clear)
+        outcome = play.end()
+    assert (outcome.event, outcome.exit_code) == ("completed", 0)
     assert play.run.status().state == "completed"
 
 

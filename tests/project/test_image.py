@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,17 @@ def test_the_entry_point_refuses_what_cannot_work(
     result = start(tmp_path, *words, **environment)
     assert result.returncode == 2
     assert text in result.stderr
+
+
+def test_a_worker_says_whom_it_waits_for_and_does_not_wait_for_ever(tmp_path: Path) -> None:
+    started = time.monotonic()
+    result = start(tmp_path, "worker", "127.0.0.9", RAY_AUTH_TOKEN="x", HEAD_WITHIN_S="2")
+    assert time.monotonic() - started < 15.0
+    assert result.returncode == 1
+    assert result.stderr.splitlines() == [
+        "waiting for the head: 127.0.0.9 does not answer on port 6379 yet",
+        "error: head 127.0.0.9 does not answer on port 6379 within 2 s. Look at its log.",
+    ]
 
 
 def check_compose(path: Path) -> subprocess.CompletedProcess[str]:
