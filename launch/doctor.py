@@ -41,6 +41,7 @@ from pretrain.rundir.memory_folders import DEFAULT_DIRECTORY, memory_folders, re
 
 LEAST_DISK_BYTES = 2 * 10**9
 LEAST_MEMORY_BYTES = 2 * 10**9
+DRIVER_WITHIN_S = 30.0
 
 
 def run_doctor(args: argparse.Namespace) -> int:
@@ -80,7 +81,9 @@ def check_disks() -> list[Finding]:
         while not existing.exists():
             existing = existing.parent
         free = shutil.disk_usage(existing).free
-        if not os.access(existing, os.W_OK):
+        if not existing.is_dir():
+            findings.append(Finding(name, "bad", f"{existing} is not a directory", "choose another with PRETRAIN_HOME"))
+        elif not os.access(existing, os.W_OK):
             findings.append(Finding(name, "bad", f"{place} cannot be written", "choose another with PRETRAIN_HOME"))
         else:
             remedy = "" if free >= LEAST_DISK_BYTES else "free some space: checkpoints hold 12 bytes per parameter"
@@ -92,7 +95,12 @@ def check_devices() -> list[Finding]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return [Finding("devices", "ok", "no CUDA device; cluster.device=cpu trains")]
-    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=DRIVER_WITHIN_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:  # a driver that hangs hangs this program too
+        return [
+            Finding("devices", "bad", f"nvidia-smi gives no answer: {error}", "look at the driver; restart the node")
+        ]
     names = [line for line in listed.stdout.splitlines() if line.startswith("GPU")]
     remedy = "" if names else "nvidia-smi is there but finds no device: look at the driver"
     return [Finding("devices", "ok" if names else "note", f"{len(names)} CUDA devices", remedy)]

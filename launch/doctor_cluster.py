@@ -74,6 +74,10 @@ class Slot:
 
 def check_cluster(address: str, device: str) -> list[Finding]:
     """All findings of a cluster. Raises UserError when it cannot be reached."""
+    if address == "local" or not address.strip():  # with these Ray starts a cluster of its own, which is always fine
+        raise UserError(
+            f"--address={address} names no cluster. It must be a running Ray: HOST:6379 or auto. Correct it."
+        )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -107,13 +111,23 @@ def _nodes(ray: Any) -> list[Finding]:
             try:
                 answer = ray.get(call, timeout=WITHIN_S)
             except Exception as error:
-                answer = {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+                answer = {"error": why(error)}
             answers[node["NodeManagerAddress"] + f" ({node['NodeID'][:6]})"] = (asked, time.time(), answer)
         return compare_nodes(answers, lambda key: bool(key) and store.exists(key))
     finally:
         for key in store.names():
             if key.startswith(marker):
                 store.delete(key)
+
+
+def why(error: Exception) -> str:
+    """The error of a remote call in a line: what was raised over there, not the line that says where."""
+    from ray.exceptions import GetTimeoutError, RayTaskError
+
+    if isinstance(error, GetTimeoutError):
+        return f"no answer within {WITHIN_S:g} s"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return (lines[-1] if isinstance(error, RayTaskError) else lines[0]).strip()
 
 
 def compare_nodes(answers: dict[str, tuple[float, float, dict[str, Any]]], exists: Any) -> list[Finding]:
@@ -150,7 +164,11 @@ def _slots(ray: Any, device: str) -> list[Finding]:
     options = {"num_gpus": 1, "num_cpus": 0} if device == "cuda" else {"num_cpus": 1}
     actors = [ray.remote(Slot).options(**options).remote() for _ in range(count)]
     try:
-        places = ray.get([actor.place.remote() for actor in actors], timeout=WITHIN_S)
+        try:
+            places = ray.get([actor.place.remote() for actor in actors], timeout=WITHIN_S)
+        except Exception as error:  # slots that others took meanwhile, nodes that went
+            found = f"{count} slots were free and are not to be had: {why(error)}"
+            return [Finding("slots", "note", found, "try again when the cluster is idle; the slots were not probed")]
         calls = [actor.probe.remote(rank, count, places[0], device) for rank, actor in enumerate(actors)]
         ready, _ = ray.wait(calls, num_returns=count, timeout=WITHIN_S)
         results: dict[str, dict[str, Any] | None] = {}

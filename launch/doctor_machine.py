@@ -130,11 +130,14 @@ def skew_finding(check: str, skew_s: float, against: str) -> Finding:
 
 
 def _skew_to_home() -> float | None:
-    path = open_store(home_url()).local_path("probe")
+    try:
+        path = open_store(home_url()).local_path("probe")
+    except PretrainError:
+        return None  # check_home says why
     if path is None:
         return None
     folder = path.parent
-    while not folder.exists():
+    while not folder.is_dir():
         folder = folder.parent
     probe = folder / f".doctor-{uuid.uuid4().hex}"
     try:
@@ -209,7 +212,7 @@ def check_interface(found: list[tuple[str, str]] | None = None, environ: dict[st
 def check_home(home: str | None = None) -> list[Finding]:
     """Whether runs can be written, read back and deleted, by this user from this machine."""
     place = home_url(home)
-    if "://" not in place and not os.path.isdir(place):
+    if "://" not in place and not os.path.lexists(place):
         return [Finding("run directory", "ok", f"{place} is made by the first run")]
     key = f".doctor-{uuid.uuid4().hex}"
     try:

@@ -5,12 +5,14 @@ Takes a number of slots → one finding that names those that compute wrong, are
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,26 +33,51 @@ def check_slots(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = int(server.getsockname()[1])
     commands = commands or [PROBE_COMMAND] * count
-    processes = [_start(command, rank, count, port, device) for rank, command in enumerate(commands)]
-    results: dict[int, dict[str, Any]] = {}
-    deadline = time.monotonic() + within_s
-    try:
-        for rank, process in enumerate(processes):
-            try:
-                out, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
-            if process.returncode == 0 and out.strip():
-                results[rank] = json.loads(out.strip().splitlines()[-1])
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate()
-    return judge({f"slot {rank}": results.get(rank) for rank in range(count)})
+    with tempfile.TemporaryDirectory(prefix="pretrain-doctor-") as folder:
+        outputs = [Path(folder, str(rank)) for rank in range(count)]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, command in enumerate(commands):
+                processes.append(_start(command, rank, count, port, device, outputs[rank]))
+            failed = _await_all(processes, time.monotonic() + within_s)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        if failed is not None:
+            code, said = processes[failed].returncode, _last_line(outputs[failed].with_suffix(".err"))
+            found = f"the probe of slot {failed} ended with {code}: {said or 'without a word'}"
+            return [Finding("slots", "bad", found, "mend this first: the other slots were not judged")]
+        return judge({f"slot {rank}": _result(output) for rank, output in enumerate(outputs)})
 
 
-def _start(command: Sequence[str], rank: int, size: int, port: int, device: str) -> subprocess.Popen[str]:
+def _await_all(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> int | None:
+    """The first that failed, whose error explains the silence of those that wait for it; None if none did."""
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        failed = [rank for rank, process in enumerate(processes) if process.poll()]
+        if failed:
+            return failed[0]
+        time.sleep(0.05)
+    return next((rank for rank, process in enumerate(processes) if process.poll()), None)
+
+
+def _result(output: Path) -> dict[str, Any] | None:
+    """What a probe measured, None where it has not said it."""
+    with contextlib.suppress(ValueError):
+        result = json.loads(_last_line(output))
+        return result if isinstance(result, dict) else None
+    return None
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _start(
+    command: Sequence[str], rank: int, size: int, port: int, device: str, output: Path
+) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -63,10 +90,11 @@ def _start(command: Sequence[str], rank: int, size: int, port: int, device: str)
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
     }
     if device == "cuda":
-        environment["CUDA_VISIBLE_DEVICES"] = str(rank)
-    return subprocess.Popen(
-        list(command), env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+        # The index is one of the devices that are visible here: others are not ours to compute on.
+        visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+        environment["CUDA_VISIBLE_DEVICES"] = (visible[rank] if rank < len(visible) else "") if visible else str(rank)
+    with output.open("wb") as out, output.with_suffix(".err").open("wb") as err:
+        return subprocess.Popen(list(command), env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
 
 
 def judge(results: dict[str, dict[str, Any] | None]) -> list[Finding]:

@@ -13,9 +13,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "machine, and removes what killed runs left behind.",
     )
     parser.add_argument(
-        "--slots", type=int, default=0, metavar="N", help="also compute on N slots at once: which is slow, which wrong"
+        "--slots",
+        type=_slots,
+        default=0,
+        metavar="N",
+        help="also compute on N slots at once: which is slow, which wrong",
     )
     parser.add_argument("--address", help="every node and slot of a Ray cluster instead: HOST:6379 or auto")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what a slot is (default cpu)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler="launch.doctor:run_doctor")
+
+
+def _slots(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)

@@ -9,13 +9,16 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launch import doctor_machine
-from launch.doctor_cluster import compare_nodes
+from launch import doctor, doctor_machine
+from launch.cli import main
+from launch.doctor import check_devices, check_disks
+from launch.doctor_cluster import compare_nodes, why
 from launch.doctor_machine import (
     Finding,
     check_clock,
@@ -136,6 +139,59 @@ def test_a_home_that_cannot_be_written_is_found(tmp_path: Path) -> None:
     assert only(check_home("/proc/self")).verdict == "bad"
 
 
+def test_a_file_where_the_runs_should_be_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "runs"
+    place.write_text("a file")
+    monkeypatch.setenv("PRETRAIN_HOME", str(place))
+    assert only(check_home()).verdict == "bad"
+    (runs,) = [finding for finding in check_disks() if finding.check == "runs"]
+    assert (runs.verdict, runs.found) == ("bad", f"{place} is not a directory")
+    assert only(check_clock()).verdict == "ok"
+    monkeypatch.setenv("PRETRAIN_HOME", str(place / "deeper"))
+    (runs,) = [finding for finding in check_disks() if finding.check == "runs"]
+    assert runs.verdict == "bad"
+
+
+def test_a_home_that_nobody_can_open_is_a_finding_and_not_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRETRAIN_HOME", "nokind://bucket/runs")
+    assert main(["doctor", "--json"]) == 3
+    findings = {finding["check"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings["run directory"]["verdict"] == "bad"
+    assert "nokind" in findings["run directory"]["found"]
+    assert "memory tier" in findings  # the last check
+
+
+def test_a_driver_that_does_not_answer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nexec sleep 60\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(doctor, "DRIVER_WITHIN_S", 0.5)
+    assert only(check_devices()).verdict == "bad"
+    tool.write_text("no program")
+    assert only(check_devices()).verdict == "bad"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--slots", "-1"], "'-1' is not a whole number from 1 on"),
+        (["--slots", "0"], "'0' is not a whole number from 1 on"),
+        (["--address", "local"], "--address=local names no cluster"),
+        (["--address", ""], "--address= names no cluster"),
+    ],
+)
+def test_what_names_no_slots_and_no_cluster_is_refused(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) if words[0] == "--slots" else nullcontext() as ended:
+        assert main(["doctor", *words]) == 2
+    assert ended is None or ended.value.code == 2
+    assert text in capsys.readouterr().err
+
+
 def test_the_probe_knows_its_product() -> None:
     import numpy as np
 
@@ -192,6 +248,41 @@ def test_of_real_slots_the_one_that_computes_wrong_and_the_one_that_is_slow_are_
     assert [finding.found.split(":")[0] for finding in wrong] == ["slot 1"], findings
     (throttled,) = [finding for finding in findings if finding.verdict == "note"]
     assert "slot 2 takes" in throttled.found
+
+
+def test_a_probe_that_fails_says_why_and_nobody_waits_for_the_others() -> None:
+    """The other slot would wait two minutes for it."""
+    raising = (sys.executable, "-c", "raise RuntimeError('no kernel image for this device')")
+    waiting = (sys.executable, "-c", "import time; time.sleep(100)")
+    started = time.monotonic()
+    finding = only(check_slots(2, commands=[waiting, raising], within_s=90.0))
+    assert time.monotonic() - started < 60.0
+    assert finding.found == "the probe of slot 1 ended with 1: RuntimeError: no kernel image for this device"
+    silent = only(check_slots(1, commands=[(sys.executable, "-c", "print('no result')")], within_s=90.0))
+    assert (silent.check, silent.verdict) == ("all-reduce", "bad")
+
+
+@pytest.mark.parametrize(("visible", "expected"), [("3,5", ["3", "5"]), (None, ["0", "1"]), ("7", ["7", ""])])
+def test_slots_are_devices_that_are_visible_here(
+    visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    told = "import os; open(os.environ['RANK'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    monkeypatch.chdir(tmp_path)
+    check_slots(2, "cuda", commands=[(sys.executable, "-c", told)] * 2, within_s=60.0)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == expected
+
+
+def test_the_error_of_a_node_is_what_was_raised_there() -> None:
+    from ray.exceptions import GetTimeoutError, RayTaskError
+
+    where = "ray::examine_node() (pid=7, ip=10.0.0.2)\n  line 1\nModuleNotFoundError: No module named 'launch'"
+    cause = ModuleNotFoundError("No module named 'launch'")
+    assert why(RayTaskError("examine_node", where, cause)) == "ModuleNotFoundError: No module named 'launch'"
+    assert why(GetTimeoutError("Get timed out")) == "no answer within 120 s"
+    assert why(ValueError("one\ntwo")) == "one"
 
 
 def node(**changes: Any) -> tuple[float, float, dict[str, Any]]:
