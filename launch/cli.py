@@ -8,11 +8,14 @@ imported by name when needed, so `--help` never loads torch, ray or deepspeed. h
 from __future__ import annotations
 
 import argparse
+import difflib
+import functools
 import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from launch.terminal import outlive_terminal
 from pretrain.errors import ExitCode, PretrainError
@@ -59,7 +62,8 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    whole_words: Any = functools.partial(argparse.ArgumentParser, allow_abbrev=False)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=whole_words)
     for name in commands:
         importlib.import_module(f"launch.commands.{name}").register(subparsers)
     return parser
@@ -70,9 +74,31 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     args, left = parser.parse_known_args(argv)
     if left:
         if not hasattr(args, "overrides") or any(word.startswith("-") or "=" not in word for word in left):
-            parser.error(f"unrecognized arguments: {' '.join(left)}")
+            parser.error(f"unrecognized arguments: {' '.join(left)}{_meant(parser, left, hasattr(args, 'overrides'))}")
         args.overrides = [*args.overrides, *left]
     return args
+
+
+def _meant(parser: argparse.ArgumentParser, words: Sequence[str], has_config: bool) -> str:
+    """What the first unknown option may have been meant to be."""
+    option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+    if option is None:
+        return ""
+    near = difflib.get_close_matches(option, sorted(_options(parser)), n=1)
+    if near:
+        return f". Did you mean {near[0]}?"
+    return ". A value of the config is written key=value, without dashes." if has_config else ""
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """Every option of a parser and of those below it."""
+    options: set[str] = set()
+    for action in parser._actions:
+        options |= set(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                options |= _options(below)
+    return options
 
 
 def find_handler(name: str) -> Callable[[argparse.Namespace], int]:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launch.cli import build_parser, parse
+from launch.cli import build_parser, main, parse
 
 # A command or option that goes is a breaking change; one that comes is added here.
 COMMANDS = {
@@ -122,3 +122,22 @@ def test_a_word_that_no_command_takes_ends_with_2(words: list[str], capsys: pyte
         parse(build_parser(), words)
     assert end.value.code == 2
     assert words[-1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["train", "a.yaml", "--resme", "auto"], "unrecognized arguments: --resme auto. Did you mean --resume?"),
+        (["train", "a.yaml", "--res", "must"], "Did you mean --resume?"),  # a part of an option is none
+        (["train", "a.yaml", "--lrr=1"], "--lrr=1. A value of the config is written key=value, without dashes."),
+        (["data", "build", "x", "--tokenizer", "y", "--out", "z", "--seeed=1"], "Did you mean --seed?"),
+        (["list", "--zzz"], "unrecognized arguments: --zzz\n"),
+    ],
+)
+def test_an_unknown_option_is_an_error_that_names_the_near_one(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
