@@ -69,7 +69,8 @@ def hold_run(
             _open_journal(run, journal, changes, takeover)
             yield lease
         except (KeyboardInterrupt, SystemExit):  # while it starts, Ray turns SIGTERM into SystemExit(15)
-            journal.append(EventKind.INTERRUPTED, step=None)
+            with contextlib.suppress(PretrainError):  # asked to end it ends so, whatever the store says
+                journal.append(EventKind.INTERRUPTED, step=None)
             raise KeyboardInterrupt from None
         except PretrainError as error:
             with contextlib.suppress(PretrainError):  # of a lost lease or a full disk the first error tells

@@ -1,8 +1,8 @@
 """The agent of a node: starts rank processes, passes their heartbeats and exit codes on, kills them.
 
 Takes orders of the controller over TCP (reserve, start, standby, evaluate, word, kill, bye) → sends port, spawned,
-lines, exit, standbys, evaluated, note. One thread does everything, because ranks die with the thread that spawned
-them. Invariants: the exit of a rank is on its way to the controller within milliseconds (pidfd); when the
+lines, exit, standbys, evaluated, note, failed. One thread does everything, because ranks die with the thread that
+spawned them. Invariants: the exit of a rank is on its way to the controller within milliseconds (pidfd); when the
 controller is gone, or silent for 10 s, every process is killed and the agent ends. Own design (DESIGN
 section 7).
 """
@@ -67,6 +67,9 @@ class Agent:
         self._selector.register(self._channel, selectors.EVENT_READ)
         try:
             self._serve()
+        except Exception as error:  # Ray would keep it in a file of this node, and people saw that the agent ended
+            self._send(-1, "failed", message=f"{type(error).__name__}: {error}")
+            raise
         finally:
             self._ranks.close()
             self._standbys.close()

@@ -244,6 +244,8 @@ class Crew:
             return
         if kind == "gone":
             self._lose(agent, f"the agent on {agent.host} ended", news, closed=True)
+        elif kind == "failed":
+            self._lose(agent, f"the agent on {agent.host} failed: {message['message']}", news, closed=True)
         elif kind == "note":
             news.notes.append(str(message["message"]))
         elif kind == "standbys":  # also from an agent that has had no rank yet

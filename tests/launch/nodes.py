@@ -15,6 +15,8 @@ from tests.launch.runs import ROOT
 
 
 class ProcessNodes:
+    address = "127.0.0.1"  # that agents have
+
     def __init__(self, slots: Mapping[str, int]) -> None:
         self.slots = dict(slots)
         self.leaving_s: dict[str, float] = {}
@@ -32,7 +34,7 @@ class ProcessNodes:
 
     def launch(self, slots: Mapping[str, int], controller: tuple[str, int], secret: str) -> None:
         for node in slots:
-            words = ["-m", "launch.agents.agent", controller[0], str(controller[1]), node, "127.0.0.1"]
+            words = ["-m", "launch.agents.agent", controller[0], str(controller[1]), node, self.address]
             environment = {**os.environ, SECRET_VARIABLE: secret, "PYTHONPATH": str(ROOT)}
             self.agents[node] = subprocess.Popen([sys.executable, *words], env=environment)
 

@@ -38,6 +38,7 @@ class Scene:
     silent_s = 1.0  # an agent that says nothing for so long is lost
     address = "127.0.0.1"  # of the controller
     one_host = True
+    nodes_class: type[ProcessNodes] = ProcessNodes
 
     def __init__(self, folder: Path, slots: dict[str, int], fake: dict[str, Any], **config: Any) -> None:
         health = config.pop("health", {})
@@ -45,7 +46,7 @@ class Scene:
         changed = {"health": self.config.health.model_copy(update=health)}
         self.config = self.config.model_copy(update=changed)
         self.run, _ = RunDirectory.claim(self.config, resume="auto", home=str(folder / "home"))
-        self.begin(ProcessNodes(slots))
+        self.begin(self.nodes_class(slots))
 
     def begin(self, nodes: Any) -> None:
         """The controller starts; `nodes` are where its slots come from."""
@@ -310,3 +311,20 @@ def test_a_stranger_without_the_secret_is_not_heard(tmp_path: Path) -> None:
         assert hub.received.empty()
     finally:
         hub.close()
+
+
+class NoSuchAddress(ProcessNodes):
+    """Agents that are told an address of this host that it has not: behind a wrong /etc/hosts, or NAT."""
+
+    address = "192.0.2.77"
+
+
+def test_an_agent_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scene, "nodes_class", NoSuchAddress)
+    with scene(tmp_path, {"n": 2}, {"steps": 3}, max_node_failures=0) as play:
+        outcome = play.end()
+    assert outcome.event == "failed"
+    (fault,) = play.events("fault")
+    assert fault.fields["cause"] == "node"
+    assert "failed: OSError: [Errno 99]" in fault.fields["message"]
+    assert "[Errno 99]" in outcome.reason

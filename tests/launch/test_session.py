@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.session import hold_run
 from pretrain.errors import StoreError
 from pretrain.log import Log
-from pretrain.rundir import RunDirectory
+from pretrain.rundir import EventKind, JournalWriter, RunDirectory
 from tests.launch.runs import config_for
 
 
@@ -45,3 +46,18 @@ def test_the_end_of_a_holder_is_journaled_and_the_lease_given_back(
         raise end
     assert run.events()[-1].kind == word
     assert run.status().state == word
+
+
+def test_a_holder_that_is_interrupted_without_its_store_ends_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, changes = RunDirectory.claim(config_for(tmp_path, fake={"steps": 1}), resume="never", home=str(tmp_path))
+
+    def fail(journal: JournalWriter, kind: EventKind, **fields: Any) -> None:
+        raise StoreError("no network")
+
+    holder = hold_run(run, changes, purpose="test", takeover=False, log=Log(stream=io.StringIO()))
+    holder.__enter__()
+    monkeypatch.setattr(JournalWriter, "append", fail)
+    with pytest.raises(KeyboardInterrupt):
+        holder.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
