@@ -148,12 +148,22 @@ def _end(folder: Path) -> int:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGTERM)
     _, left = psutil.wait_procs(list(found.values()), timeout=5.0)
-    for pid in {process.pid for process in left} | set(users_of(str(folder))):
+    for pid in {process.pid for process in left} | {pid for pid in users_of(str(folder)) if _started_here(pid, folder)}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     psutil.wait_procs(left, timeout=5.0)
     shutil.rmtree(folder, ignore_errors=True)
     return len(found)
+
+
+def _started_here(pid: int, folder: Path) -> bool:
+    """Whether a process descends from the cluster's: who reads its logs, or is connected to it, is not its own."""
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        if process.name().startswith(("ray::", "ray-dashboard")):  # a new title overwrites the environment (measured)
+            return True
+        return process.environ().get("RAY_TMPDIR") == str(folder)
+    return False
 
 
 def _state(folder: Path) -> list[dict[str, object]]:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,12 @@ def test_both_devices_are_targets_on_the_same_parts() -> None:
 def test_the_base_is_pinned() -> None:
     (base,) = re.findall(r"^ARG BASE=(\S+)$", DOCKERFILE.read_text(), re.MULTILINE)
     assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base)
+
+
+def test_what_builds_the_package_is_pinned() -> None:
+    """pip makes an environment for it that no file of constraints reaches."""
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert [re.fullmatch(r"\w+==[\d.]+", word) is not None for word in requires] == [True]
 
 
 def test_scripts_of_the_image_are_clean_for_shellcheck() -> None:
