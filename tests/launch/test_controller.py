@@ -263,20 +263,6 @@ def test_a_stop_request_in_the_run_directory_ends_with_4(tmp_path: Path, now: bo
     assert play.run.status().state == "stopped"
 
 
-def test_a_request_that_cannot_be_removed_at_the_end_changes_nothing_of_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: RunDirectory) -> None:
-        raise StoreError("control/ cannot be changed")
-
-    with scene(tmp_path, {"n": 2}, {"steps": 100, "step_s": 0.02}) as play:
-        play.pids(1)  # it has cleared older ones
-        monkeypatch.setattr(RunDirectory, "clear_requests", fail)
-        outcome = play.end()
-    assert (outcome.event, outcome.exit_code) == ("completed", 0)
-    assert play.run.events()[-1].kind == "completed"
-
-
 def test_a_newer_lease_ends_the_controller_with_7_and_its_ranks(tmp_path: Path) -> None:
     from pretrain.rundir import Lease
 

@@ -9,7 +9,7 @@ import pytest
 from tests.launch.simulation import BEAT_S, DAY_S, Rates, World
 
 
-@pytest.mark.parametrize("days", [4.0, pytest.param(30.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("days", [2.0, pytest.param(30.0, marks=pytest.mark.slow)])
 def test_days_of_4096_nodes_keep_every_commit_and_waste_little(days: float) -> None:
     began = time.process_time()
     world = World(seed=1, num_nodes=4096, rates=Rates())

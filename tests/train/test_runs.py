@@ -227,27 +227,39 @@ def test_the_same_ranks_under_ray_train_to_the_same_weights(tiny, tmp_path):
     assert _weights(tmp_path, "ray") == _weights(tmp_path, "plain")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("batch.global_batch_size=4096", "batch.global_batch_size=4096 is more than the"),
-        ("batch.sequence_length=48", "sequence_length"),
-        ("model.vocabulary_size=256", "vocabulary"),
-        ("tokenizer=/nowhere/tokenizer.json", "/nowhere/tokenizer.json"),
-    ],
-)
-def test_what_cannot_train_ends_with_one_error_line_and_code_2(tiny, tmp_path, change, message):
-    process = _spawn(tmp_path, *tiny.decoder("name=bad", change))
+CANNOT_TRAIN = {
+    "batch.global_batch_size=4096": "batch.global_batch_size=4096 is more than the",
+    "batch.sequence_length=48": "sequence_length",
+    "model.vocabulary_size=256": "vocabulary",
+    "tokenizer=/nowhere/tokenizer.json": "tokenizer=/nowhere/tokenizer.json does not exist",
+}
+
+
+def _changed(tiny, name, change):
+    """The decoder with one field changed, which may be one of those that `tiny` gives."""
+    key = change.split("=")[0]
+    return [*(word for word in tiny.decoder(name) if not word.startswith(f"{key}=")), change]
+
+
+def test_what_cannot_train_ends_with_one_error_line_and_code_2(tiny, tmp_path):
+    changes = list(CANNOT_TRAIN)
+    runs = [_changed(tiny, f"name=bad{number}", change) for number, change in enumerate(changes)]
+    (ended,) = run_ranks(trainings, ranks=1, arguments={"runs": runs, "home": str(tmp_path)}, timeout_s=100)
+    process = _spawn(tmp_path, *_changed(tiny, "name=bad", changes[-1]))
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == ExitCode.USER_ERROR, output
-    assert message in output
-    assert "Traceback" not in output
+    assert (ended.value, process.returncode) == ([ExitCode.USER_ERROR] * 4, ExitCode.USER_ERROR), output
+    for text, messages in ((ended.output, list(CANNOT_TRAIN.values())), (output, [CANNOT_TRAIN[changes[-1]]])):
+        errors = [line for line in text.splitlines() if " ERROR " in line]
+        assert len(errors) == len(messages), text
+        assert all(message in line for message, line in zip(messages, errors, strict=True)), text
+        assert "Traceback" not in text
 
 
 COMPILED = pytest.param("while its kernels are compiled", marks=pytest.mark.slow)
+EVALUATING = pytest.param("in an evaluation of many rows", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("when", ["before its first step", "in a step", "in an evaluation of many rows", COMPILED])
+@pytest.mark.parametrize("when", ["before its first step", "in a step", EVALUATING, COMPILED])
 def test_torchrun_ranks_save_the_same_step_when_one_of_them_gets_a_signal(tiny, tmp_path, when):
     evaluated = [f"data.validation.v{n}.path={tiny.folder / 'text' / 'train'}" for n in range(20)]
     evaluations = ["eval.every_steps=2", *evaluated] if "evaluation" in when else []

@@ -94,8 +94,9 @@ def test_a_killed_run_goes_on_from_memory_or_without_it_from_disk_bit_for_bit(ti
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 8
         path.write_bytes(data)
+    going = {name: _spawn(tmp_path, *_arguments(tiny, name, ram, "--resume", "must")) for name, ram in rams.items()}
     for name, ram in rams.items():
-        output = _finish(_spawn(tmp_path, *_arguments(tiny, name, ram, "--resume", "must")))
+        output = _finish(going[name])
         (restored,) = _restored(tmp_path, name)
         if name == "whole":
             assert restored["tier"] == "memory"
