@@ -74,7 +74,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     args, left = parser.parse_known_args(argv)
     if left:
         if not hasattr(args, "overrides") or any(word.startswith("-") or "=" not in word for word in left):
-            parser.error(f"unrecognized arguments: {' '.join(left)}{_meant(parser, left, hasattr(args, 'overrides'))}")
+            meant = _meant(_chosen(parser, argv), left, hasattr(args, "overrides"))
+            parser.error(f"unrecognized arguments: {' '.join(left)}{meant}")
         args.overrides = [*args.overrides, *left]
     return args
 
@@ -90,15 +91,17 @@ def _meant(parser: argparse.ArgumentParser, words: Sequence[str], has_config: bo
     return ". A value of the config is written key=value, without dashes." if has_config else ""
 
 
+def _chosen(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command that the words begin with."""
+    below = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
+    if below is None or not words or words[0] not in below.choices:
+        return parser
+    return _chosen(below.choices[words[0]], words[1:])
+
+
 def _options(parser: argparse.ArgumentParser) -> set[str]:
-    """Every option of a parser and of those below it."""
-    options: set[str] = set()
-    for action in parser._actions:
-        options |= set(action.option_strings)
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                options |= _options(below)
-    return options
+    """Every option of a parser."""
+    return {option for action in parser._actions for option in action.option_strings}
 
 
 def find_handler(name: str) -> Callable[[argparse.Namespace], int]:

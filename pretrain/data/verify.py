@@ -29,7 +29,7 @@ _TAR_BLOCK = 512
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was looked at and what is wrong; good if `problems` is empty."""
+    """What was looked at and what is wrong; good if `problems` is empty. `tokens` are those of both sides of pairs."""
 
     url: str
     sha256: str
@@ -74,7 +74,7 @@ def verify_source(store: Store, *, threads: int | None = None) -> VerifyReport:
         shards=len(manifest.shards),
         blocks=manifest.blocks,
         documents=manifest.documents,
-        tokens=manifest.tokens,
+        tokens=manifest.tokens + manifest.source_tokens,
         problems=tuple(problems),
     )
 

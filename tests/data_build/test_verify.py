@@ -72,6 +72,8 @@ def test_what_was_built_is_good(built: Path) -> None:
         report = _verify(built / name)
         assert report.problems == ()
         assert report.documents == 60
+    sides = [side for row in pairs_in(built / "pairs") for pair in row for side in pair]
+    assert report.tokens == sum(map(len, sides))
 
 
 def test_shards_are_plain_tars_with_fixed_headers(built: Path) -> None:
