@@ -89,15 +89,16 @@ class Evaluator:
                 time.sleep(LOOK_REMOTE_EVERY_S if is_remote else LOOK_EVERY_S)
             return ended
         info = left[0]
+        names = _mean_of(info, infos, self.average)
         try:
-            self.measure(info, _mean_of(info, infos, self.average))
+            self.measure(info, names)
         except CheckpointError as error:
             still = [one.name for one in list_checkpoints(self.run.checkpoints) if one.problem is None]
-            if info.name in still:
+            if set(names) <= set(still):
                 self.damaged.add(info.name)
                 self.say(f"{info.name} cannot be measured: {error}")
             else:
-                self.say(f"{info.name} was deleted before it was measured")
+                self.say(f"{info.name} or one of its mean was deleted before it was measured")
         return False
 
     def measure(self, info: CheckpointInfo, names: Sequence[str]) -> None:

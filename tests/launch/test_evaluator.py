@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from launch import cli
+from launch import cli, evaluator
 from launch.monitor.reader import RunReader
+from launch.trained import Trained
 from pretrain.checkpoint import list_checkpoints, read_weights
+from pretrain.config import RunConfig
 from pretrain.metrics.evaluations import evaluation_key, read_evaluations
 from pretrain.metrics.history import read_attempts
 from pretrain.rundir import RunDirectory
@@ -163,6 +165,25 @@ def test_a_damaged_checkpoint_is_named_and_the_others_are_measured(
     assert f"{bad} cannot be measured" in said.out
     assert bad in said.err
     assert {record["step"] for record in read_evaluations(run.store).values()} == {3, 9, 12}
+
+
+def test_a_checkpoint_is_not_damaged_because_one_of_its_mean_was_deleted_meanwhile(
+    untouched: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(untouched.url, tmp_path / "alone")
+    run = RunDirectory.locate(str(tmp_path / "alone"))
+    names = {info.step: info.name for info in list_checkpoints(run.checkpoints)}
+    opened = evaluator.open_checkpoints
+
+    def open_late(directory: RunDirectory, config: RunConfig, of: list[str]) -> Trained:
+        shutil.rmtree(tmp_path / "alone" / "checkpoints" / names[9], ignore_errors=True)  # as retention does
+        return opened(directory, config, of)
+
+    monkeypatch.setattr(evaluator, "open_checkpoints", open_late)
+    assert cli.main(["evaluate", run.url, "--follow", "--average", "2"]) == 0
+    assert "cannot be measured" not in capsys.readouterr().out
+    found = {record["step"]: record["checkpoints"] for record in read_evaluations(run.store).values()}
+    assert found == {12: [names[12], names[6]], 6: [names[6], names[3]], 3: [names[3]]}
 
 
 def test_what_does_not_go_together_is_refused(untouched: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
