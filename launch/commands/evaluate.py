@@ -34,8 +34,8 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--max-rows", type=positive, metavar="N", help="rows per source at most (default: the run's)")
     parser.add_argument("--pairs", metavar="FILE", help="lines of JSON with held-out pairs to translate")
-    parser.add_argument("--source-field", default="source", metavar="NAME", help="field of the source text in them")
-    parser.add_argument("--target-field", default="target", metavar="NAME", help="field of the reference")
+    parser.add_argument("--source-field", metavar="NAME", help="field of the source text in them (default source)")
+    parser.add_argument("--target-field", metavar="NAME", help="field of the reference (default target)")
     parser.add_argument("--max-pairs", type=positive, metavar="N", help="translate the first N pairs only")
     parser.add_argument(
         "--max-tokens", type=positive, metavar="N", help="tokens of a translation at most (default 200)"
@@ -61,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
 
     if args.follow:
         return _follow(args)
-    sources = dict(_named(text) for text in args.data)
+    sources = _sources(args.data)
     beams = beam_options(args)
     pairs = None
     if args.pairs is not None:
-        fields = {"source_field": args.source_field, "target_field": args.target_field}
+        fields = {"source_field": args.source_field or "source", "target_field": args.target_field or "target"}
         pairs = read_pairs(args.pairs, **fields, limit=args.max_pairs)
     else:
         _check_no_translation(args)
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_no_translation(args: argparse.Namespace) -> None:
     """Raises UserError for an option that would have no effect."""
     options = {"--samples": args.samples, "--max-pairs": args.max_pairs, "--max-tokens": args.max_tokens,
-               "--beams": args.beams}  # fmt: skip
+               "--beams": args.beams, "--source-field": args.source_field,
+               "--target-field": args.target_field}  # fmt: skip
     given = [option for option, value in options.items() if value is not None]
     if given:
         raise UserError(f"{given[0]} has no effect without --pairs. It is about translations. Give --pairs FILE.")
@@ -105,6 +106,7 @@ def _follow(args: argparse.Namespace) -> int:
         for option, value in (("--data", args.data), ("--pairs", args.pairs), ("--checkpoint", args.checkpoint),
                               ("--max-rows", args.max_rows), ("--max-pairs", args.max_pairs),
                               ("--max-tokens", args.max_tokens),
+                              ("--source-field", args.source_field), ("--target-field", args.target_field),
                               ("--samples", args.samples), ("--beams", args.beams),
                               ("--length-penalty", args.length_penalty), ("--score", args.score),
                               ("--json", args.json))
@@ -159,6 +161,17 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
     return int(text)
+
+
+def _sources(texts: list[str]) -> dict[str, str]:
+    """Directories by name. Raises UserError for a text without both, and for a name that stands twice."""
+    sources: dict[str, str] = {}
+    for text in texts:
+        name, path = _named(text)
+        if name in sources:
+            raise UserError(f"--data={text} has a name that is taken. Each source has its own. Name it otherwise.")
+        sources[name] = path
+    return sources
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             "Leave one out."
         )
     text = _read_text(args)
-    texts = text.splitlines() if args.lines else [text]
+    texts = _lines(text) if args.lines else [text]
     blank = [args.lines and not one.strip() for one in texts]
     if all(blank):
         raise UserError("no line holds a text. With --lines each is a text of its own. Give at least one.")
@@ -190,11 +190,17 @@ def _filled(question: Question, new: Generated) -> str:
     )
 
 
+def _lines(text: str) -> list[str]:
+    """As files have them: str.splitlines would also split at form feeds, U+0085 and U+2028, which are text."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines[:-1] if lines[-1] == "" else lines
+
+
 def _read_text(args: argparse.Namespace) -> str:
     """The prompt or source.
 
     Raises:
-        UserError: no text is given, or the file cannot be read.
+        UserError: no text is given, or the file or stdin cannot be read.
     """
     if args.prompt is not None:
         return str(args.prompt)
@@ -205,4 +211,7 @@ def _read_text(args: argparse.Namespace) -> str:
             raise UserError(f"--file={args.file} cannot be read: {error}. It must be a UTF-8 text file.") from None
     if sys.stdin is None or sys.stdin.isatty():
         raise UserError("no text is given. The model needs something to start from. Use --prompt, --file or stdin.")
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin cannot be read: {error}. It must be UTF-8 text.") from None

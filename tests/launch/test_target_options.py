@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
 from launch import cli
+from launch.commands.generate import _lines
 from launch.evaluation import check_writable
 from launch.trained import _split
 
@@ -27,6 +29,10 @@ PROMPT = ("generate", "nothing", "--prompt", "a")
         (("evaluate", "nothing", "--samples", "kept"), "--samples has no effect without --pairs"),
         (("evaluate", "nothing", "--max-pairs", "4"), "--max-pairs has no effect without --pairs"),
         (("evaluate", "nothing", "--max-tokens", "4"), "--max-tokens has no effect without --pairs"),
+        (("evaluate", "nothing", "--source-field", "de"), "--source-field has no effect without --pairs"),
+        (("evaluate", "nothing", "--target-field", "en"), "--target-field has no effect without --pairs"),
+        (("evaluate", "nothing", "--follow", "--target-field", "en"), "--target-field does not go with --follow"),
+        (("evaluate", "nothing", "--data", "a=x", "--data", "a=y"), "--data=a=y has a name that is taken"),
         (("evaluate", "nothing", "--follow", "--max-tokens", "4"), "--max-tokens does not go with --follow"),
         (("evaluate", "nothing", "--follow", "--max-pairs", "4"), "--max-pairs does not go with --follow"),
         (("evaluate", "nothing", "--follow", "--length-penalty", "1"), "--length-penalty does not go with --follow"),
@@ -56,6 +62,20 @@ def test_lines_without_a_text_are_refused(tmp_path: Path, capsys: pytest.Capture
         (tmp_path / "nothing").write_text("")
         assert cli.main(["generate", "nothing", "--file", str(tmp_path / name), "--lines"]) == 2
         assert "no line holds a text" in capsys.readouterr().err
+
+
+def test_a_line_ends_where_a_file_ends_it_and_not_at_other_separators_of_unicode() -> None:
+    assert _lines("a\u2028b\nc\x85d\x0ce\r\n\nf") == ["a\u2028b", "c\x85d\x0ce", "", "f"]
+    assert _lines("a\n\n") == ["a", ""]
+    assert _lines("") == []
+
+
+def test_bytes_on_stdin_that_are_no_text_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff b"), encoding="utf-8"))
+    assert cli.main(["generate", "nothing"]) == 2
+    assert "stdin cannot be read: 'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
 
 
 def test_samples_that_cannot_be_kept_are_told_before_anything_is_translated_and_older_ones_stay(
