@@ -6,14 +6,13 @@ Takes run directories → text. Everything is read from the directory alone; no 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from datetime import datetime
 from typing import Any
 
-from launch.tables import print_rows
+from launch.tables import print_json, print_rows
 from pretrain.errors import ExitCode, UserError
 from pretrain.metrics.progress import format_count
 from pretrain.rundir import RunDirectory, RunStatus, home_url, list_runs
@@ -43,7 +42,7 @@ def run_status(args: argparse.Namespace) -> int:
     run = RunDirectory.locate(args.run)
     status = run.status()
     if args.json:
-        print(json.dumps({**status.to_json(), "url": run.url}, indent=2))
+        print_json({**status.to_json(), "url": run.url})
         return int(ExitCode.DONE)
     total = f"/{status.total_steps}" if status.total_steps else ""
     lines = {

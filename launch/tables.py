@@ -27,9 +27,16 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def print_rows(columns: Sequence[str], rows: Sequence[dict[str, Any]], *, as_json: bool) -> None:
     """The same rows as a JSON list or as a table of `columns`."""
     if as_json:
-        print(json.dumps(list(rows), indent=2))
+        print_json(list(rows))
     else:
         print(format_table(columns, [[row.get(column) for column in columns] for row in rows]))
+
+
+def print_json(value: Any) -> None:
+    """What --json prints: JSON as everybody reads it, so numbers that are not finite are null."""
+    from pretrain.metrics.sinks import finite
+
+    print(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
 def _show(cell: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from pretrain.config.units import parse_bytes
@@ -173,7 +172,7 @@ def unpin(args: argparse.Namespace) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    from launch.tables import format_table
+    from launch.tables import format_table, print_json
     from pretrain.checkpoint import diff_checkpoints, weights_sha256
 
     first_run, _, _ = _split(args.first)
@@ -188,7 +187,7 @@ def diff(args: argparse.Namespace) -> int:
             for (store, name), value in zip(sides, hashes, strict=True)
         ]
         answer = {"equal": not unequal, "checkpoints": checkpoints, "tensors": len(differences)}
-        print(json.dumps({**answer, "unequal": [difference.to_json() for difference in unequal]}, indent=2))
+        print_json({**answer, "unequal": [difference.to_json() for difference in unequal]})
     else:
         for (store, name), value in zip(sides, hashes, strict=True):
             print(f"weights {value[:16]}  {store.url}/{name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from launch.commands.data_forecast import positive
@@ -53,6 +52,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Measures and prints. Raises UserError for what cannot be measured."""
     from launch.evaluation import Evaluation, check_writable, measure_losses, score_translations, write_samples
+    from launch.tables import print_json
     from launch.trained import open_trained
     from pretrain.generate.translations import check_translates, read_pairs
 
@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
         )
         if args.samples is not None:
             write_samples(args.samples, result.samples)
-    print(json.dumps(result.to_json(), indent=2) if args.json else _text(result, args.show))
+    if args.json:
+        print_json(result.to_json())
+    else:
+        print(_text(result, args.show))
     return ExitCode.DONE
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(found: Inspection, args: argparse.Namespace, run_name: str, checkpoint: str, where: str) -> None:
-    from launch.tables import format_table
+    from launch.tables import format_table, print_json
 
     if args.json:
         body = {"run": run_name, "checkpoint": checkpoint, "picture": where, "warnings": found.warnings}
-        print(json.dumps({**body, "heads": [asdict(fact) for fact in found.facts]}, indent=2, ensure_ascii=False))
+        print_json({**body, "heads": [asdict(fact) for fact in found.facts]})
         return
     header = ["layer", "head", "entropy", "of uniform", "largest score", "top position", "its share"]
     rows = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from pretrain.errors import ExitCode
@@ -39,8 +38,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Proves, prints the table or JSON; progress goes to stderr."""
     from launch.prove import ProveOptions, prove
+    from launch.tables import print_json
 
     options = ProveOptions(args.config, tuple(args.overrides), args.kills, args.seed, args.keep)
     proof = prove(options, say=lambda text: print(text, file=sys.stderr, flush=True))
-    print(json.dumps(proof.to_json(), indent=2) if args.json else proof.to_text())
+    if args.json:
+        print_json(proof.to_json())
+    else:
+        print(proof.to_text())
     return ExitCode.DONE if proof.equal else ExitCode.FAILED

@@ -6,14 +6,13 @@ Takes a `RunReader` that was refreshed → text. Everything from the run directo
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from launch.monitor.attempts import Attempt
 from launch.monitor.ledger import PHASES, Kind, Ledger
 from launch.monitor.reader import RunReader
-from launch.tables import format_table
+from launch.tables import format_table, print_json
 from pretrain.errors import ExitCode, RunError, UserError
 from pretrain.metrics.progress import format_count, format_duration
 from pretrain.rundir import RunDirectory
@@ -33,7 +32,10 @@ def run_report(args: argparse.Namespace) -> int:
         _write(Path(args.html), make_html(reader))
         print(args.html)
         return int(ExitCode.DONE)
-    print(json.dumps(report_json(reader), indent=2) if args.json else format_report(reader))
+    if args.json:
+        print_json(report_json(reader))
+    else:
+        print(format_report(reader))
     return int(ExitCode.DONE)
 
 

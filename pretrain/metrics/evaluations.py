@@ -7,10 +7,10 @@ the checkpoint that they are of. The mean of several checkpoints has names of it
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Container
 from typing import Any
 
+from pretrain.metrics.sinks import finite
 from pretrain.store import NotFoundError, Store
 
 FOLDER = "evaluations"
@@ -24,7 +24,7 @@ def evaluation_key(checkpoint: str, average: int = 1) -> str:
 
 def write_evaluation(store: Store, key: str, record: dict[str, Any]) -> None:
     """Whole or not at all; numbers that are not finite become null. Raises StoreError."""
-    store.put(key, (json.dumps(_finite(record)) + "\n").encode())
+    store.put(key, (json.dumps(finite(record)) + "\n").encode())
 
 
 def read_evaluations(store: Store, known: Container[str] = ()) -> dict[str, dict[str, Any]]:
@@ -44,9 +44,3 @@ def read_evaluations(store: Store, known: Container[str] = ()) -> dict[str, dict
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             found[key] = record
     return found
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
