@@ -75,7 +75,12 @@ def run(args: argparse.Namespace) -> int:
     if pairs is not None:
         check_translates(trained.writer)
     result = Evaluation(trained.where, trained.checkpoints)
-    if sources or pairs is None or (trained.run is not None and trained.run.data.validation):
+    held_out = sources or pairs is None or (trained.run is not None and trained.run.data.validation)
+    if args.max_rows is not None and not held_out:
+        raise UserError(
+            "--max-rows has no effect here: no loss is measured. Name a source with --data, or leave it out."
+        )
+    if held_out:
         result.losses = measure_losses(trained, sources, max_rows=args.max_rows, say=say)
     if pairs is not None:
         result.scores, result.samples = score_translations(

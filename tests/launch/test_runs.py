@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import threading
 import time
 from pathlib import Path
 
@@ -67,21 +66,23 @@ def test_an_unknown_run_is_a_user_error_that_lists_near_names(
 
 
 def test_logs_follow_prints_what_comes_later_and_ends_with_the_run(
-    tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, lease = make_run(tmp_path, home, "one")
 
     def go_on() -> None:
-        time.sleep(0.6)
         run.store.append(run.log_key(1, 0), b"second line\n")
         run.store.put(run.log_key(2, 0), b"of attempt two\n")
-        journal = run.journal(lease)
-        journal.append(EventKind.COMPLETED, step=100)
+        run.journal(lease).append(EventKind.COMPLETED, step=100)
 
-    thread = threading.Thread(target=go_on)
-    thread.start()
+    later, sleep = iter([go_on]), time.sleep
+
+    def rest(seconds: float) -> None:
+        next(later, lambda: None)()  # after the first look
+        sleep(seconds)
+
+    monkeypatch.setattr("launch.logs.time.sleep", rest)
     assert main(["logs", "one", "-f"]) == 0
-    thread.join()
     lease.release()
     assert capfd.readouterr().out == "r0 | first line\nr0 | second line\n--- attempt 2 ---\nr0 | of attempt two\n"
 
