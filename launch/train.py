@@ -61,7 +61,7 @@ def config_of(args: argparse.Namespace) -> RunConfig:
     """The config that a command line describes. Raises ConfigError."""
     named: Sequence[str] = []
     if args.name is not None:  # in quotes, for a name may be 7 or no; a script's None is none, here as in name=None
-        named = [f"name={args.name if args.name in ('None', 'null', '~') else json.dumps(args.name)}"]
+        named = [f"name={args.name if args.name == 'None' else json.dumps(args.name)}"]
     return load_config(args.config, [*args.overrides, *named])
 
 

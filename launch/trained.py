@@ -67,11 +67,11 @@ def open_trained(target: str, *, checkpoint: str | None = None, average: int | N
     """
     if Path(target, "config.json").is_file():
         return _open_export(Path(target), named=checkpoint is not None or average is not None)
-    if Path(target).is_dir() and any(Path(target).glob("*.safetensors")):
+    run, named = _split(target)
+    if not named and Path(target).is_dir() and any(Path(target).glob("*.safetensors")):
         raise UserError(
             f"{target} has weights and no config.json. An exported model has both. Export it again, or name a run."
         )
-    run, named = _split(target)
     if named and (checkpoint is not None or average is not None):
         raise UserError(
             f"{target} names a checkpoint, and so does an option. One is used. Leave out --checkpoint and --average."

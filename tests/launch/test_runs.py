@@ -133,7 +133,7 @@ def test_what_makes_no_sense_is_refused(
 def test_the_word_none_is_no_name_of_a_run(tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A script that has no name to give writes None; no directory is called so."""
     config = write_config(tmp_path, "run", fake={"steps": 1})
-    for name in ("None", "null", ""):
+    for name in ("None", ""):
         assert main(["train", str(config), "--dry-run", "--name", name]) == 2
         assert "name=" in capsys.readouterr().err
     assert not list(home.glob("*"))
