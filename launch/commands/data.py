@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.commands import data_build, data_repack
-from launch.commands.data_forecast import positive, register_forecasts
+from launch.commands.arguments import positive
+from launch.commands.data_forecast import register_forecasts
 from pretrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from launch.commands.arguments import positive
 from launch.tables import format_table
-from pretrain.config.units import parse_count
 from pretrain.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -126,14 +126,3 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="config file (.yaml)")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 on, for argparse."""
-    try:
-        count = parse_count(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
-    if not isinstance(count, int) or count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return count

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from launch.commands.arguments import positive
+
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
@@ -14,7 +16,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--slots",
-        type=_slots,
+        type=positive,
         default=0,
         metavar="N",
         help="also compute on N slots at once: which is slow, which wrong",
@@ -23,9 +25,3 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what a slot is (default cpu)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler="launch.doctor:run_doctor")
-
-
-def _slots(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)

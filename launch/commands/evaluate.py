@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from launch.commands.data_forecast import positive
+from launch.commands.arguments import natural, positive
 from launch.commands.generate import add_beam_arguments, add_target, beam_options
 from pretrain.errors import ExitCode, UserError
 
@@ -41,7 +41,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_beam_arguments(parser)
     parser.add_argument("--samples", metavar="FILE", help="keep every translation there, as lines of JSON")
-    parser.add_argument("--show", type=_count, default=5, metavar="N", help="translations to print (default 5)")
+    parser.add_argument("--show", type=natural, default=5, metavar="N", help="translations to print (default 5)")
     parser.add_argument(
         "--follow", action="store_true", help="measure every checkpoint, new ones as they come, until the run has ended"
     )
@@ -162,13 +162,6 @@ def _text(result: object, show: int) -> str:
         lines.append(f"BLEU {scores.bleu:.2f}  chrF {scores.chrf:.2f}  ({scores.sentences} sentences)")
         lines += [scores.bleu_signature, scores.chrf_signature]
     return "\n".join(lines)
-
-
-def _count(text: str) -> int:
-    """A whole number from 0 on, for argparse."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
 
 
 def _sources(texts: list[str]) -> dict[str, str]:

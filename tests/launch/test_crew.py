@@ -6,7 +6,8 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def _send(agent: socket.socket, **message: Any) -> None:
     agent.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _words(agent: socket.socket) -> Iterator[dict[str, Any]]:
+def _words(agent: socket.socket) -> Generator[dict[str, Any]]:
     """What the controller says, without its signs of life."""
     with agent.makefile() as lines:
         for line in lines:
@@ -76,16 +77,24 @@ def _greet(agent: socket.socket, crew: Crew, nodes: OneNode) -> None:
         pass
 
 
+@contextmanager
+def _started(crew: Crew, nodes: OneNode) -> Iterator[tuple[socket.socket, Generator[dict[str, Any]]]]:
+    """An agent whose rank is being started, and what it hears."""
+    assert nodes.launched is not None
+    with socket.create_connection(nodes.launched[0]) as agent:
+        agent.settimeout(10.0)
+        heard = _words(agent)
+        _greet(agent, crew, nodes)
+        crew.start(1, 1)
+        yield agent, heard
+
+
 def test_ranks_that_start_after_a_word_was_said_hear_it_too():
     nodes = OneNode()
     crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 5.0)
     try:
         _launch(crew, nodes)
-        with socket.create_connection(nodes.launched[0]) as agent:
-            agent.settimeout(10.0)
-            heard = _words(agent)
-            _greet(agent, crew, nodes)
-            crew.start(1, 1)
+        with _started(crew, nodes) as (agent, heard):
             assert next(heard)["kind"] == "reserve"
             crew.say("stop")  # the ranks do not exist yet: their agent looks for a port
             assert next(heard) == {"kind": "word", "word": "stop"}
@@ -268,11 +277,7 @@ def test_an_agent_that_copies_logs_into_a_store_is_not_ended_before_it_has():
     nodes = Released()
     crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), LogsInAStore(), "127.0.0.1", 5.0)
     _launch(crew, nodes)
-    with socket.create_connection(nodes.launched[0]) as agent:
-        agent.settimeout(10.0)
-        heard = _words(agent)
-        _greet(agent, crew, nodes)
-        crew.start(1, 1)
+    with _started(crew, nodes) as (_, heard):
         closing = threading.Thread(target=crew.close)
         closing.start()
         assert [next(heard)["kind"], next(heard)["kind"]] == ["reserve", "bye"]
