@@ -124,17 +124,18 @@ def reindex(args: argparse.Namespace) -> int:
 
 def stats(args: argparse.Namespace) -> int:
     """Prints a table per source."""
+    from launch.outputs import write_output
     from launch.tables import format_table
     from pretrain.data.stats import source_stats
     from pretrain.store import open_store
 
     if args.plot and len(args.source) != 1:
-        raise UserError(f"plot={args.plot} is one picture of one source, and {len(args.source)} are named. Name one.")
+        raise UserError(f"--plot={args.plot} is one picture of one source, and {len(args.source)} are named. Name one.")
     found = [source_stats(open_store(source)) for source in args.source]
     if args.plot:
         from pretrain.data.length_plot import draw_lengths
 
-        Path(args.plot).write_bytes(draw_lengths(found[0].manifest.name, found[0].histogram))
+        write_output("--plot", args.plot, draw_lengths(found[0].manifest.name, found[0].histogram))
     if args.json:
         print(json.dumps([item.to_json() for item in found], indent=2, ensure_ascii=False))
         return ExitCode.DONE

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from launch.commands.arguments import positive
+from launch.outputs import write_output
 from launch.tables import format_table
 from pretrain.errors import ExitCode
 
@@ -39,6 +40,7 @@ def register_forecasts(actions: argparse._SubParsersAction[argparse.ArgumentPars
     )
     _add_config(mix)
     mix.add_argument("--parts", type=positive, default=20, metavar="N", help="parts of the run (default 20)")
+    mix.add_argument("--plot", metavar="FILE", help="write the shares as a picture (PNG)")
     mix.set_defaults(handler="launch.commands.data_forecast:mix")
 
 
@@ -87,6 +89,10 @@ def mix(args: argparse.Namespace) -> int:
 
     with _opened(args) as (config, _, state):
         parts = shares(state, config.schedule.total_steps, args.parts)
+    if args.plot:
+        from pretrain.data.share_plot import draw_shares
+
+        write_output("--plot", args.plot, draw_shares(config.name, parts))
     if args.json:
         print(json.dumps([{"first_step": first, "end_step": end, "shares": of} for first, end, of in parts], indent=2))
         return ExitCode.DONE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.outputs import write_output
 from pretrain.errors import ExitCode, UserError
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
         directory.store.put(key, picture)
         where = f"{directory.url}/{key}"
     else:
-        where = _write(Path(args.out), picture)
+        write_output("--out", args.out, picture)
+        where = args.out
     _report(found, args, directory.name, name, where)
     return ExitCode.DONE
 
@@ -104,14 +105,3 @@ def _layers_to_draw(found: Inspection, asked: list[str] | None) -> list[str]:
     if unknown:
         raise UserError(f"--layer={unknown[0]} does not exist. This model has {', '.join(names)}. Name one of them.")
     return asked
-
-
-def _write(path: Path, picture: bytes) -> str:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture)
-    except OSError as error:
-        raise UserError(
-            f"--out={path} cannot be written: {error.strerror}. It must be a file in a folder that can be written to."
-        ) from None
-    return str(path)

@@ -6,14 +6,14 @@ Takes a `RunReader` that was refreshed → text. Everything from the run directo
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from launch.monitor.attempts import Attempt
 from launch.monitor.ledger import PHASES, Kind, Ledger
 from launch.monitor.reader import RunReader
+from launch.outputs import write_output
 from launch.tables import format_table, print_json
-from pretrain.errors import ExitCode, RunError, UserError
+from pretrain.errors import ExitCode, RunError
 from pretrain.metrics.progress import format_count, format_duration
 from pretrain.rundir import RunDirectory
 
@@ -29,7 +29,7 @@ def run_report(args: argparse.Namespace) -> int:
     if args.html:
         from launch.monitor.html_report import make_html
 
-        _write(Path(args.html), make_html(reader))
+        write_output("--html", args.html, make_html(reader))
         print(args.html)
         return int(ExitCode.DONE)
     if args.json:
@@ -37,15 +37,6 @@ def run_report(args: argparse.Namespace) -> int:
     else:
         print(format_report(reader))
     return int(ExitCode.DONE)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UserError(
-            f"--html={path} cannot be written: {error.strerror}. It must be a file in a folder that can be written to."
-        ) from None
 
 
 def report_json(reader: RunReader) -> dict[str, Any]:

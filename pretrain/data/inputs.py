@@ -2,8 +2,9 @@
 
 Takes files, directories, globs, braces and URLs -> gives `InputFile`s, each once, in a fixed order.
 Inputs are raw material outside any store; remote ones go through fsspec.
-Invariants: a name that matches nothing is an error; an existing path is taken literally, whatever
-characters it holds; a compressed file that ends early is an error, never just shorter.
+Invariants: a name that matches nothing is an error; an existing path, and an existing folder that a pattern
+begins with, is taken literally, whatever characters it holds; a compressed file that ends early is an error,
+never just shorter.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def list_files(spec: SourceSpec) -> list[InputFile]:
                 "out of the URL and into the environment (for s3://, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY); "
                 "over HTTP download the files first."
             )
-        for name in [given] if os.path.exists(given) else expand_braces(given):
+        folder = _literal_folder(given)
+        for name in (folder + rest for rest in expand_braces(given[len(folder) :])):
             for file in _files_of(name, given, spec):
                 files.setdefault(file.origin, file)
     return list(files.values())
@@ -216,7 +218,17 @@ def _paths_of(path: Path, name: str, spec: SourceSpec) -> list[Path]:
         return found
     if path.exists():
         return [path]
-    return [match for match in map(Path, sorted(glob.glob(str(path), recursive=True))) if match.is_file()]
+    pattern = str(path)
+    folder = _literal_folder(pattern)
+    matches = glob.glob(glob.escape(folder) + pattern[len(folder) :], recursive=True)
+    return [match for match in map(Path, sorted(matches)) if match.is_file()]
+
+
+def _literal_folder(name: str) -> str:
+    """What exists as it is written: the whole name, or the folders that it begins with, slash included."""
+    while name and not os.path.exists(name):
+        name = name[: name.rstrip("/").rfind("/") + 1]
+    return name
 
 
 def _saved_dataset(directory: Path) -> list[Path]:

@@ -142,6 +142,18 @@ def test_patterns_braces_and_names_with_brackets_are_expanded_as_meant(texts: Pa
     assert names(str(texts), f"{texts}/s-08.txt") == ["a b [1].txt", "s-08.txt", "s-09.txt", "s-10.txt"]
 
 
+def test_folders_that_exist_are_taken_as_they_are_written_before_a_pattern(texts: Path) -> None:
+    """Cleaned copies are often called `web[1]` or `{raw}`; only what is behind them is a pattern."""
+    for folder in ("web[1]", "{x,y}/a [*]", "web1", "x/a b"):
+        (texts / folder).mkdir(parents=True)
+        (texts / folder / "1.txt").write_text(folder)
+        (texts / folder / "2.txt").write_text(folder)
+    names = lambda *inputs: [file.origin for file in list_files(SourceSpec(inputs))]  # noqa: E731
+    assert names(f"{texts}/web[1]/*.txt") == [f"{texts}/web[1]/1.txt", f"{texts}/web[1]/2.txt"]
+    assert names(f"{texts}/{{x,y}}/a [*]/{{2,1}}.txt") == [f"{texts}/{{x,y}}/a [*]/{n}.txt" for n in (2, 1)]
+    assert names(f"{texts}/[vx]/a?b/1.txt") == [f"{texts}/x/a b/1.txt"]
+
+
 def test_braces_nest_by_product_and_leave_others_alone() -> None:
     assert expand_braces("{a,b}{1..2}") == ["a1", "a2", "b1", "b2"]
     assert expand_braces("x{}y{z}") == ["x{}y{z}"]

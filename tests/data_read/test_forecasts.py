@@ -6,11 +6,15 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import matplotlib.colors
+import matplotlib.image
+import numpy as np
 import pytest
 import yaml
 
 from launch import cli
 from pretrain.data.loader import open_loader
+from pretrain.data.share_plot import _layers
 from pretrain.topology import World
 from tests.data_read.corpus import BYTE_LENGTHS, random_documents, run_config, write_tokenizer_file, write_tokens
 
@@ -124,3 +128,31 @@ def test_ranks_must_be_a_number_from_one_on(config_file: Path, capsys: pytest.Ca
         cli.main(["data", "plan", str(config_file), "--ranks", "0"])
     assert ended.value.code == 2
     assert "'0' is not a whole number from 1 on" in capsys.readouterr().err
+
+
+def test_mix_draws_each_source_over_the_run(
+    config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Halves of 3 to 1 and 1 to 3 stand upright in the picture: the lower source is tall, then small."""
+    path = tmp_path / "new folder" / "mix.png"
+    assert cli.main(["data", "mix", str(config_file), "--parts", "2", "--plot", str(path)]) == 0
+    assert "a %" in capsys.readouterr().out
+    pixels = matplotlib.image.imread(path)[:, :, :3]
+    lower = np.abs(pixels - matplotlib.colors.to_rgb("tab:blue")).max(axis=2) < 0.02
+    upper = np.abs(pixels - matplotlib.colors.to_rgb("tab:orange")).max(axis=2) < 0.02
+    columns = np.flatnonzero(lower.sum(axis=0) > 50)
+    left, right = columns[columns.size // 4], columns[3 * columns.size // 4]
+    heights = [(int(lower[:, column].sum()), int(upper[:, column].sum())) for column in (left, right)]
+    assert [below / (below + above) for below, above in heights] == pytest.approx([0.75, 0.25], abs=0.02)
+
+    (tmp_path / "file").write_text("")
+    assert cli.main(["data", "mix", str(config_file), "--plot", str(tmp_path / "file" / "mix.png")]) == 2
+    assert "It must be a file in a folder that can be written to." in capsys.readouterr().err
+
+
+def test_many_sources_are_drawn_by_the_largest_and_the_rest_together() -> None:
+    rest = {f"small-{number}": 0.02 for number in range(5)}
+    parts = [(0, 10, {**{f"large-{number}": 0.09 for number in range(10)}, **rest})]
+    layers = _layers(parts)
+    assert [label for label, _ in layers] == [*(f"large-{n}: 9.0%" for n in range(10)), "5 others: 10.0%"]
+    assert sum(values[0] for _, values in layers) == pytest.approx(1.0)

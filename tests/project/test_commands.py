@@ -36,7 +36,7 @@ COMMANDS = {
         *("--prompt-field", "--ray", "--row-tokens", "--spans-field", "--train-role", "--work", "-h"),
     ],
     "data explain": ["--json", "-h"],
-    "data mix": ["--json", "--parts", "-h"],
+    "data mix": ["--json", "--parts", "--plot", "-h"],
     "data plan": ["--json", "--ranks", "-h"],
     "data reindex": ["--json", "-h"],
     "data repack": ["--json", "--over-long", "--row-tokens", "-h"],
@@ -128,7 +128,7 @@ def test_a_word_that_no_command_takes_ends_with_2(words: list[str], capsys: pyte
     ("words", "text"),
     [
         (["train", "a.yaml", "--resme", "auto"], "unrecognized arguments: --resme auto. Did you mean --resume?"),
-        (["data", "mix", "a.yaml", "--out", "x.png"], "unrecognized arguments: --out x.png. A value of the config is"),
+        (["data", "mix", "a.yaml", "--seed", "2"], "unrecognized arguments: --seed 2. A value of the config is"),
         (["train", "a.yaml", "--res", "must"], "Did you mean --resume?"),  # a part of an option is none
         (["train", "a.yaml", "--lrr=1"], "--lrr=1. A value of the config is written key=value, without dashes."),
         (["data", "build", "x", "--tokenizer", "y", "--out", "z", "--seeed=1"], "Did you mean --seed?"),
