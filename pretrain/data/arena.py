@@ -2,8 +2,8 @@
 
 Takes (blocks, rows) of a token source -> gives their ids, document ends and real tokens as three arrays.
 
-Invariants: a block is checked by `BlockReader` before it gets here; what is given is a copy, so that a slot
-can be used again; a corrupt block gives rows without tokens, or its error, never other rows.
+Invariants: a block is read into its slot and checked by `BlockReader` before it is known here; what is given is a
+copy, so that a slot can be used again; a corrupt block gives rows without tokens, or its error, never other rows.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class TokenArena:
         self._reader, self._num_slots = reader, num_slots
         self._stride = reader.manifest.block_tokens + 1
         self._slots: OrderedDict[int, int] = OrderedDict()
+        self._free = list(range(num_slots))[::-1]
         self._ids = np.empty(num_slots * self._stride, dtype=f"<u{2 if reader.manifest.dtype == 'u2' else 4}")
         self._is_end = np.zeros(self._ids.size, dtype=np.bool_)
         self._ends = [np.zeros(0, dtype=np.int64)] * num_slots  # where `is_end` is set, by slot
@@ -100,18 +101,19 @@ class TokenArena:
         return GatheredRows(windows[start], ends[start], num_real)
 
     def _load(self, block: int, masked: set[int], *, may_mask: bool) -> None:
+        slot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+        start = slot * self._stride
+        self._is_end[self._ends[slot]] = False
+        self._ends[slot] = self._ends[slot][:0]
         try:
-            content = self._reader.read(block, keep=False)
-        except CorruptBlockError:
-            if not may_mask:
+            content = self._reader.read(block, self._ids[start : start + self._stride])
+        except Exception as error:
+            self._free.append(slot)
+            if not may_mask or not isinstance(error, CorruptBlockError):
                 raise
             masked.add(block)
             return
         assert isinstance(content, TokenBlock)
-        slot = len(self._slots) if len(self._slots) < self._num_slots else self._slots.popitem(last=False)[1]
-        start = slot * self._stride
-        self._ids[start : start + self._stride] = content.ids
-        self._is_end[self._ends[slot]] = False
         self._ends[slot] = content.ends + (start - 1)
         self._is_end[self._ends[slot]] = True
         self._real_tokens[slot] = content.real_tokens

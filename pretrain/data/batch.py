@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -203,8 +203,13 @@ def digest_of(index: int, *words: int) -> int:
 
     They are decoder ids, document lengths, labels, then encoder ids and lengths, (0, 0) where there is no encoder.
     """
-    packed = struct.pack(f"<{1 + len(words)}Q", index, *words)
+    packed = _packer(1 + len(words))(index, *words)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 2
+
+
+@lru_cache(maxsize=4)
+def _packer(num_words: int) -> Callable[..., bytes]:
+    return struct.Struct(f"<{num_words}Q").pack
 
 
 def checksums(rows: I64) -> list[int]:

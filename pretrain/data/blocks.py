@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, repeat
-from operator import attrgetter, is_not
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +27,6 @@ from pretrain.data.fetch import FetchCounts, Fetcher, Request
 from pretrain.data.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
-    SHARD_SUFFIX,
     Manifest,
     MemberSpan,
     Provenance,
@@ -37,15 +34,14 @@ from pretrain.data.format import (
     decode_provenance,
 )
 from pretrain.data.objective import I64, Ids
+from pretrain.data.source_files import check_sizes
 from pretrain.errors import DataError
 from pretrain.log import Log
-from pretrain.store import ListsSizes, NotFoundError, Store
+from pretrain.store import NotFoundError, Store
 
 _EAGER_SHARDS = 64  # above, indexes are read when they are used: a start takes no longer where there are many
 _KEPT_INDEXES = 4096
 _AHEAD = 32  # blocks on their way at once; a step reads lanes x window_blocks of a source or fewer
-_REMOTE_CHECKS = 16  # parallel size checks of a remote source
-_name, _bytes = attrgetter("name"), attrgetter("bytes")
 
 
 class TokenBlock(NamedTuple):
@@ -66,21 +62,21 @@ class PairBlock(NamedTuple):
     target_ends: I64
 
 
+class _Place(NamedTuple):
+    """Where a block is: `length` bytes of `key` from `start` on hold its data members."""
+
+    block: int
+    shard: int
+    key: str
+    spans: list[MemberSpan]
+    start: int
+    length: int
+    real_tokens: int
+
+
 def is_remote(store: Store) -> bool:
     """Whether reading it goes over a network as far as this process knows."""
     return store.local_path(MANIFEST_NAME) is None
-
-
-def _odd_ones(
-    found: Mapping[str, int | None], names: Sequence[str], sizes: Sequence[int], *, absent: int | None
-) -> list[str]:
-    """What is wrong with each file that is not as large as wanted; a size of None is not known, unless it is what
-    `absent` files have."""
-    return [
-        f"{name} has {found[name]} bytes, not {size}" if name in found else f"{name} is missing"
-        for name, size in zip(names, sizes, strict=True)
-        if found.get(name, absent) not in ((size,) if absent is None else (size, None))
-    ]
 
 
 class CorruptBlockError(DataError):
@@ -129,8 +125,9 @@ class BlockReader:
         self._corrupt: dict[int, str] = {}
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
         self._block_ends = list(accumulate(shard.blocks for shard in manifest.shards))
-        self._check_sizes()
-        if len(manifest.shards) <= _EAGER_SHARDS:
+        is_lazy = len(manifest.shards) > _EAGER_SHARDS
+        check_sizes(manifest, self.name, self._fetcher, with_indexes=is_lazy)
+        if not is_lazy:
             for number in range(len(manifest.shards)):
                 self._index(number)
 
@@ -150,40 +147,41 @@ class BlockReader:
             if len(self._ahead) >= _AHEAD:
                 return
             if block not in self._ahead:
-                shard, start, length = self._range(block, self._spans(block))
-                if self._cache is None or not self._cache.has(self._cache_key(shard, start, length)):
-                    self._ahead[block] = self._fetcher.start(self.manifest.shards[shard].name, start, length)
+                place = self._place(block)
+                if self._cache is None or not self._cache.has(self._cache_key(place)):
+                    self._ahead[block] = self._fetcher.start(place.key, place.start, place.length)
 
-    def read(self, block: int, *, keep: bool = True) -> TokenBlock | PairBlock:
-        """One block, 0 <= block < manifest.blocks.
+    def read(self, block: int, out: Ids | None = None) -> TokenBlock | PairBlock:
+        """One block, 0 <= block < manifest.blocks. The latest ones stay in memory.
 
         Args:
-            keep: in memory; not for a caller that keeps it.
+            out: [block_tokens + 1] of a source of tokens: its ids are read into this array, which is whole and checked
+                once the block is given, and then it is the caller who keeps it.
 
         Raises:
             CorruptBlockError: its bytes are wrong, also after fetching them again.
             StoreError: the storage failed, also after retries.
             DataError: the shard's index is damaged.
         """
-        known = self._blocks.get(block)
+        known = None if out is not None else self._blocks.get(block)
         if known is not None:
             self._blocks.move_to_end(block)
             return known
         if block in self._corrupt:  # settled: the answer must not change while the process lives
             raise CorruptBlockError(self._corrupt[block], self.name, block)
-        spans = self._spans(block)
-        payloads = self._fetch(block, spans, fresh=False)
-        problem = self._wrong_checksum(spans, payloads)
+        place = self._place(block)
+        payloads = self._fetch(place, out, fresh=False)
+        problem = self._wrong_checksum(place.spans, payloads)
         if problem:
             self._log.warning(f"block {block} of source {self.name} came damaged ({problem}), reading it again")
             self.counts.refetched += 1
-            payloads = self._fetch(block, spans, fresh=True)
-            problem = self._wrong_checksum(spans, payloads)
+            payloads = self._fetch(place, out, fresh=True)
+            problem = self._wrong_checksum(place.spans, payloads)
         if problem:
             self._corrupt[block] = self._describe(block, f"is damaged: {problem}, also when read again")
             raise CorruptBlockError(self._corrupt[block], self.name, block)
-        parsed = self._parse(block, payloads)
-        if not keep:
+        parsed = self._parse(place, payloads)
+        if out is not None:
             return parsed
         self._blocks[block] = parsed
         if len(self._blocks) > self._kept_blocks:
@@ -215,47 +213,7 @@ class BlockReader:
         shard = bisect_right(self._block_ends, block)
         return shard, block - (self._block_ends[shard - 1] if shard else 0)
 
-    # ---------------------------------------------------------------------------------------- opening
-
-    def _check_sizes(self) -> None:
-        shards, row_bytes = self.manifest.shards, 8 * (2 + 3 * len(self.manifest.members))
-        found = self._sizes()
-        # Where there are very many, maps are quicker than loops.
-        names, sizes = list(map(_name, shards)), list(map(_bytes, shards))
-        problems = [] if list(map(found.get, names)) == sizes else _odd_ones(found, names, sizes, absent=None)
-        if len(shards) > _EAGER_SHARDS:  # their indexes are not read yet
-            indexes = [name + INDEX_SUFFIX for name in names]
-            if any(map(is_not, map(found.get, indexes, repeat(-1)), repeat(None))):
-                problems += _odd_ones(found, indexes, [shard.blocks * row_bytes for shard in shards], absent=-1)
-        if problems:
-            shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-            raise DataError(
-                f"source {self.name} at {self.store.url} is not whole: {shown}. All {len(shards)} shards have the "
-                "sizes that manifest.json names. Copy the source again or rebuild it with `pretrain data build`."
-            )
-
-    def _sizes(self) -> Mapping[str, int | None]:
-        """Bytes of each file that is there: at one look where there are many and the store can. Of many indexes on a
-        disk only whether they are there (None): to ask for sizes takes longest of all, and `_index` checks theirs."""
-        store, keys = self.store, [shard.name for shard in self.manifest.shards]
-        if len(keys) > _EAGER_SHARDS:
-            if isinstance(store, ListsSizes):
-                listed = self._fetcher.patiently(lambda: store.sizes(suffix=SHARD_SUFFIX))
-                if listed is not None:
-                    return listed
-            keys += [key + INDEX_SUFFIX for key in keys]
-        if not self.is_remote:
-            sizes = list(map(self._size, keys))
-        else:
-            with ThreadPoolExecutor(_REMOTE_CHECKS) as pool:
-                sizes = list(pool.map(self._size, keys))
-        return {key: size for key, size in zip(keys, sizes, strict=True) if size is not None}
-
-    def _size(self, key: str) -> int | None:
-        try:
-            return self._fetcher.patiently(lambda: self.store.size(key))
-        except NotFoundError:
-            return None
+    # --------------------------------------------------------------------------------------- indexes
 
     def _index(self, shard: int) -> ShardIndex:
         if shard in self._indexes:
@@ -284,37 +242,59 @@ class BlockReader:
 
     # --------------------------------------------------------------------------------------- fetching
 
-    def _fetch(self, block: int, spans: list[MemberSpan], *, fresh: bool) -> list[memoryview]:
-        """The block's data members in one read: from the cache, or (always if `fresh`) from the store."""
-        shard, start, length = self._range(block, spans)
-        ahead = self._ahead.pop(block, None)
-        data, key = None, ""
-        if self._cache is not None:
-            key = self._cache_key(shard, start, length)
-            data = None if fresh or ahead is not None else self._cache.get(key)
+    def _place(self, block: int) -> _Place:
+        shard, row = self.locate(block)
+        index = self._index(shard)
+        spans = index.data_spans(row)
+        start, last = spans[0].offset, spans[-1]
+        key, length = self.manifest.shards[shard].name, last.offset + last.length - start
+        return _Place(block, shard, key, spans, start, length, index.real_tokens(row))
+
+    def _fetch(self, place: _Place, out: Ids | None, *, fresh: bool) -> list[memoryview]:
+        """The block's data members in one read: from the cache, or (always if `fresh`) from the store. The first one is
+        in `out` if it has the size of that."""
+        start, size = place.start, place.spans[0].length
+        into = None if out is None or out.nbytes != size else out.view(np.uint8).data
+        if into is not None and self._fetcher.fills_buffers:
+            rest, behind = memoryview(bytearray(place.length - size)), start + size
+            self.fetching = self._named(place.key, start, place.length)
+            try:
+                self._fetcher.get_range_into(place.key, start, [into, rest])
+            finally:
+                self.fetching = ""
+            return [
+                into,
+                *(rest[span.offset - behind : span.offset - behind + span.length] for span in place.spans[1:]),
+            ]
+        view = memoryview(self._whole(place, fresh=fresh))
+        payloads = [view[span.offset - start : span.offset - start + span.length] for span in place.spans]
+        if into is not None and payloads[0].nbytes == size:
+            into[:] = payloads[0]
+            payloads[0] = into
+        return payloads
+
+    def _whole(self, place: _Place, *, fresh: bool) -> bytes:
+        """The bytes of a block, from wherever they are."""
+        ahead = self._ahead.pop(place.block, None)
+        if self._cache is None:
+            return self._get_range(place.key, place.start, place.length, ahead)
+        key = self._cache_key(place)
+        data = None if fresh or ahead is not None else self._cache.get(key)
         if data is not None:
             self.counts.cache_hits += 1
-        else:
-            data = self._get_range(self.manifest.shards[shard].name, start, length, ahead)
-            if self._cache is not None:
-                self._cache.put(key, data)
-        view = memoryview(data)
-        return [view[span.offset - start : span.offset - start + span.length] for span in spans]
+            return data
+        data = self._get_range(place.key, place.start, place.length, ahead)
+        self._cache.put(key, data)
+        return data
 
-    def _spans(self, block: int) -> list[MemberSpan]:
-        """Where the data members of a block are in its shard."""
-        shard, row = self.locate(block)
-        return self._index(shard).data_spans(row)
+    def _cache_key(self, place: _Place) -> str:
+        return f"{self.manifest.shards[place.shard].sha256}-{place.start}-{place.length}"
 
-    def _range(self, block: int, spans: list[MemberSpan]) -> tuple[int, int, int]:
-        """(shard, start, length) of the one read that gives a block."""
-        return self.locate(block)[0], spans[0].offset, spans[-1].offset + spans[-1].length - spans[0].offset
-
-    def _cache_key(self, shard: int, start: int, length: int) -> str:
-        return f"{self.manifest.shards[shard].sha256}-{start}-{length}"
+    def _named(self, key: str, start: int, length: int) -> str:
+        return f"{self.store.url}/{key} (source {self.name}, bytes {start} to {start + length})"
 
     def _get_range(self, key: str, start: int, length: int, ahead: Request | None = None) -> bytes:
-        self.fetching = f"{self.store.url}/{key} (source {self.name}, bytes {start} to {start + length})"
+        self.fetching = self._named(key, start, length)
         try:
             if ahead is not None:
                 return self._fetcher.result(ahead)
@@ -332,12 +312,11 @@ class BlockReader:
 
     # ---------------------------------------------------------------------------------------- parsing
 
-    def _parse(self, block: int, payloads: list[memoryview]) -> TokenBlock | PairBlock:
-        manifest = self.manifest
+    def _parse(self, place: _Place, payloads: list[memoryview]) -> TokenBlock | PairBlock:
+        manifest, block = self.manifest, place.block
         if manifest.kind == "tokens":
             ids, ends = self._side(block, payloads[0], payloads[1], manifest.block_tokens + 1, manifest.block_tokens)
-            shard, row = self.locate(block)
-            real_tokens = self._index(shard).real_tokens(row)
+            real_tokens = place.real_tokens
             last_end = int(ends[-1]) if ends.size else 0
             trained = np.frombuffer(payloads[2], dtype=np.uint8) if manifest.masked else None
             if trained is not None and (trained.size != ids.size or int(trained.max()) > 1):

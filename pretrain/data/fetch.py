@@ -14,14 +14,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from pretrain.errors import StoreError
 from pretrain.log import Log
-from pretrain.store import NotFoundError, Store
+from pretrain.store import NotFoundError, ReadsInto, Store
 
 Answer = TypeVar("Answer")
 
@@ -72,24 +72,41 @@ class Fetcher:
     """See the module. `start` and `result` are for one thread at a time."""
 
     def __init__(self, store: Store, *, is_remote: bool, log: Log, deadline_s: float = _DEADLINE_S) -> None:
-        self._store, self._is_remote, self._log, self._deadline_s = store, is_remote, log, deadline_s
+        self.store, self.is_remote, self._log, self._deadline_s = store, is_remote, log, deadline_s
         self._waits_s = _REMOTE_WAITS_S if is_remote else _LOCAL_WAITS_S
+        self._into = store if isinstance(store, ReadsInto) and not is_remote else None
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)
         self._reported = time.monotonic()
         self.counts = FetchCounts()
 
+    @property
+    def fills_buffers(self) -> bool:
+        """Whether `get_range_into` can be used."""
+        return self._into is not None
+
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """The bytes, asked for and waited for. Raises as `result`."""
-        if self._is_remote:
+        if self.is_remote:
             return self.result(self.start(key, start, length))
 
         def ask() -> bytes:
             self.counts.requests += 1
-            return self._store.get_range(key, start, length)
+            return self.store.get_range(key, start, length)
 
         data = self.patiently(ask)
         self.counts.bytes += length
         return data
+
+    def get_range_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """The bytes, into these buffers one after the other; only where `fills_buffers`. Raises as `result`."""
+        assert self._into is not None
+
+        def ask(store: ReadsInto = self._into) -> None:
+            self.counts.requests += 1
+            store.get_range_into(key, start, buffers)
+
+        self.patiently(ask)
+        self.counts.bytes += sum(map(len, buffers))
 
     def start(self, key: str, start: int, length: int) -> Request:
         """Sends a request to a remote store and returns at once."""
@@ -111,7 +128,7 @@ class Fetcher:
             self.counts.wait_s += time.monotonic() - began
             if time.monotonic() - self._reported > _REPORT_EVERY_S:
                 self._reported = time.monotonic()
-                self._log.info(f"reading {self._store.url}", **asdict(self.counts))
+                self._log.info(f"reading {self.store.url}", **asdict(self.counts))
 
     def patiently(self, ask: Callable[[], Answer]) -> Answer:
         """What `ask` gives, asked again where the store fails. Raises NotFoundError at once, StoreError at last."""
@@ -134,7 +151,7 @@ class Fetcher:
             except Empty:
                 if time.monotonic() >= deadline:
                     raise StoreError(
-                        f"{self._store.url}/{request.key} (bytes {request.start} to {request.start + request.length}) "
+                        f"{self.store.url}/{request.key} (bytes {request.start} to {request.start + request.length}) "
                         f"did not come within {self._deadline_s:g} s. Look at that storage."
                     ) from None
                 self.counts.hedges += 1
@@ -178,7 +195,7 @@ class Fetcher:
             began = time.monotonic()
             answer: bytes | Exception
             try:
-                answer = self._store.get_range(request.key, request.start, request.length)
+                answer = self.store.get_range(request.key, request.start, request.length)
             except Exception as error:  # handed to whoever waits
                 answer = error
             request.answers.put((answer, time.monotonic() - began, is_hedge))

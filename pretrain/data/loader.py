@@ -223,16 +223,15 @@ class Loader:
 
     def _read_steps(self, steps: Sequence[tuple[int, DataState]]) -> list[StepData]:
         """What `read` gives for each; steps of plain text together, which is faster, while no block is corrupt."""
-        started = steps[0][1].started
-        one_segment = all(state.started == started for _, state in steps)
-        if len(steps) > 1 and one_segment and self._arenas and not any(state.quarantine for _, state in steps):
-            segment = started[-1]
-            located = [self._places.of(state) for _, state in steps]
+        states = [state for _, state in steps]
+        if len(steps) > 1 and self._arenas and _are_alike(states):
+            segment = states[0].segment
+            located = self._places.of_steps(states)
             if self._any_remote:
-                self._send_for(located, set())
+                self._send_for([located], set())
             masked = [set[int]() for _ in self._arenas]
             may_mask = self._config.data.on_corrupt == "mask"
-            gathered = self._gather(segment, np.concatenate(located), masked, may_mask=may_mask)
+            gathered = self._gather(segment, located, masked, may_mask=may_mask)
             if not any(masked):
                 mine = self._numbers(segment)
                 made = self._make(segment, gathered, [(step, j) for step, _ in steps for j in mine])
@@ -377,3 +376,11 @@ class Loader:
                     f"batch without repeating a row. Set a smaller {where}.global_batch_size or batch.sequence_length, "
                     "or add text."
                 )
+
+
+def _are_alike(states: Sequence[DataState]) -> bool:
+    """Whether steps that follow each other are of one segment, and without a block that gives no labels."""
+    first, last = states[0], states[-1]
+    return last.started == first.started and not any(
+        state.quarantine or state.segments is not first.segments for state in states
+    )

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar, cast
 
 from pretrain.data.state import DataState
@@ -88,7 +89,10 @@ class Prefetcher(Generic[Value]):
         self.waited = 0  # reads that found their step not ready
         lock = threading.Lock()
         self._done, self._work = threading.Condition(lock), threading.Condition(lock)  # for the reader, for the thread
-        self._wanted: deque[_Entry] = deque()  # in order of need, the current step first; those with a value come first
+        self._planned: deque[_Entry] = (
+            deque()
+        )  # in order of need, the current step first; those with a value come first
+        self._num_done = 0  # of them, those with a value
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -105,7 +109,7 @@ class Prefetcher(Generic[Value]):
         with self._done:
             if self._closed:
                 raise RuntimeError("the loader is closed")
-            entry = self._plan(step, state)
+            entry = self._entry(step, state)
             deadline = time.monotonic() + self._timeout_s
             self.waited += not entry.is_done
             while not entry.is_done:
@@ -128,38 +132,33 @@ class Prefetcher(Generic[Value]):
     def num_ready(self) -> int:
         """Steps that lie ready, the one that was read last included."""
         with self._done:
-            return sum(entry.is_done for entry in self._wanted)
+            return self._num_done
 
     def close(self) -> None:
         """Ends the thread; a second call does nothing."""
         with self._done:
             self._closed = True
-            self._wanted.clear()
+            self._planned.clear()
             self._done.notify_all()
             self._work.notify()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
 
-    def _plan(self, step: int, state: DataState) -> _Entry:
-        """Makes a step and those after it what is wanted; drops everything else. Lock held."""
-        while self._wanted and not (self._wanted[0].step == step and self._wanted[0].state == state):
-            self._wanted.popleft()
-        if not self._wanted:
-            self._wanted.append(_Entry(step, state))
+    def _entry(self, step: int, state: DataState) -> _Entry:
+        """Makes a step the first of the plan, drops what came before it, and wakes the thread if there is enough to do,
+        else it would wake for nothing at each of several short steps. Lock held."""
+        planned = self._planned
+        while planned and not (planned[0].step == step and planned[0].state == state):
+            self._num_done -= planned.popleft().is_done
+        if not planned:
+            planned.append(_Entry(step, state))
             self._at_once = 1
-        last = self._wanted[-1]
-        while len(self._wanted) <= self._depth:
-            try:
-                last = _Entry(last.step + 1, self._following(last.state))
-            except Exception:  # belongs to the caller's own step from there, not to this read
-                break
-            self._wanted.append(last)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="pretrain-data", daemon=True)
             self._thread.start()
-        if self._next():  # else it would wake for nothing, at each of several short steps
+        if not self._num_done or self._depth + 1 - self._num_done >= self._at_once:
             self._work.notify()
-        return self._wanted[0]
+        return planned[0]
 
     def _run(self) -> None:
         while True:
@@ -175,6 +174,7 @@ class Prefetcher(Generic[Value]):
                 for entry, value in zip(entries, values, strict=True):
                     entry.value, entry.error = (None, value) if isinstance(value, Exception) else (value, None)
                     entry.is_done = True
+                self._num_done = sum(entry.is_done for entry in self._planned)  # some may have been dropped meanwhile
                 self._at_once = min(2 * self._at_once, self._most_at_once)
                 self._done.notify_all()
 
@@ -188,8 +188,15 @@ class Prefetcher(Generic[Value]):
             return [value for entry in entries for value in self._values([entry])]
 
     def _next(self) -> list[_Entry]:
-        """The steps to compute now: as many as go together, fewer only if the reader waits or no more are wanted."""
-        missing = [entry for entry in self._wanted if not entry.is_done]
-        reader_waits = len(missing) == len(self._wanted)
-        is_end = len(self._wanted) <= self._depth
-        return missing[: self._at_once] if len(missing) >= self._at_once or reader_waits or is_end else []
+        """Plans ahead and gives the steps to compute now: as many as go together, fewer only if the reader waits or no
+        more can be planned. Lock held; called by the thread only, because the reader has a step to train."""
+        planned, done = self._planned, self._num_done
+        while planned and len(planned) <= self._depth:
+            try:
+                planned.append(_Entry(planned[-1].step + 1, self._following(planned[-1].state)))
+            except Exception:  # belongs to the caller's own step from there, not to this read
+                break
+        is_end = len(planned) <= self._depth
+        if not done or is_end or len(planned) - done >= self._at_once:
+            return list(islice(planned, done, done + self._at_once))
+        return []

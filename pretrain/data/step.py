@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pretrain.sequence import Batch
 
 
-@dataclass(frozen=True, slots=True)
-class StepData:
+class StepData(NamedTuple):
     """One step's rows for one rank.
 
     Attributes:

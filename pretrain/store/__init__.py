@@ -4,13 +4,14 @@ A store is a flat set of keys (`a/b/c`) over a local directory or, through fsspe
 What is written appears whole or not at all, and what was reported as written survives a crash.
 """
 
-from pretrain.store.base import ListsSizes, NotFoundError, Store, UnsupportedError
+from pretrain.store.base import ListsSizes, NotFoundError, ReadsInto, Store, UnsupportedError
 from pretrain.store.leftovers import make_scratch, remove_leftovers
 from pretrain.store.open import open_store
 
 __all__ = [
     "ListsSizes",
     "NotFoundError",
+    "ReadsInto",
     "Store",
     "UnsupportedError",
     "make_scratch",

@@ -7,7 +7,7 @@ with `.tmp-` (the names of files that are still being written, which no listing 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -98,6 +98,15 @@ class ListsSizes(Protocol):
         Args:
             suffix: files with other names may come with None: where each size costs a look at the file.
         """
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """A store that reads into memory which the caller has."""
+
+    def get_range_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fills the buffers of bytes one after the other with what the file holds from `start` on; raises as
+        `Store.get_range`, with any content in them."""
 
 
 def checked_key(key: str, *, empty: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+import pretrain.data.fetch as fetch_module
 import pretrain.data.rows as rows_module
 from pretrain.data import batch_causal
 from pretrain.data.arena import TokenArena
-from pretrain.data.blocks import BlockReader
+from pretrain.data.blocks import BlockReader, CorruptBlockError
 from pretrain.data.format import read_manifest
 from pretrain.data.loader import Loader, StepData, open_loader
+from pretrain.errors import StoreError
 from pretrain.store import open_store
 from pretrain.topology import World
 from tests.data_read.corpus import (
@@ -93,7 +96,7 @@ def test_without_the_bytes_that_ids_spell_all_else_is_the_same(root: Path) -> No
             told, data = counted.read(step, state), loader.read(step, state)
             assert all(batch.target_bytes > 0 for batch in told.batches)
             bare = tuple(replace(batch, target_bytes=0) for batch in told.batches)
-            assert_equal(data, replace(told, batches=bare))
+            assert_equal(data, told._replace(batches=bare))
             loader._arenas, kept = [], loader._arenas
             assert_equal(data, loader._read(step, state))
             loader._arenas, state = kept, loader.next_state(state)
@@ -149,6 +152,37 @@ def test_a_slot_that_is_used_again_never_mixes_blocks(root: Path) -> None:
                 if block not in masked:
                     assert np.array_equal(got.ids[number], whole[start : start + 17])
                     assert np.array_equal(got.is_end[number], whole[start : start + 16] == 0)
+
+
+def test_a_damaged_block_on_a_disk_is_never_given_and_its_slot_is_used_again(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(root / "a", tmp_path / "a")
+    store = open_store(str(tmp_path / "a"))
+    manifest = read_manifest(store)
+    good = [BlockReader(store, manifest).read(block) for block in range(manifest.blocks - 1)]
+    shard, _ = manifest.locate(2)
+    path = tmp_path / "a" / manifest.shards[shard].name
+    offset = BlockReader(store, manifest)._place(2).spans[0].offset
+    body = bytearray(path.read_bytes())
+    body[offset + 7] ^= 4
+    path.write_bytes(body)
+    arena, rows = TokenArena(BlockReader(store, manifest), 2), np.arange(4)
+    for _ in range(3):
+        with pytest.raises(CorruptBlockError, match=r"block 2 of source text .*the crc32 of tok\.u2 is not"):
+            arena.gather(np.full(4, 2), rows, 16, set(), may_mask=False)
+        for block in (0, 1, 3):
+            got = arena.gather(np.full(4, block), rows, 16, set(), may_mask=False)
+            assert np.array_equal(got.ids[:, :16].ravel(), good[block].ids[:64])
+            assert np.flatnonzero(got.is_end).tolist() == (good[block].ends - 1).tolist()
+    masked: set[int] = set()
+    got = arena.gather(np.array([2, 3]), np.zeros(2, dtype=np.int64), 16, masked, may_mask=True)
+    assert (masked, got.num_real.tolist()) == ({2}, [0, 16])
+    monkeypatch.setattr(fetch_module, "_LOCAL_WAITS_S", (0.0,))
+    late = TokenArena(BlockReader(store, manifest), 2)
+    path.write_bytes(body[: offset + 40])  # cut off behind its back
+    with pytest.raises(StoreError, match="ends early"):
+        late.gather(np.full(4, 2), rows, 16, set(), may_mask=True)
 
 
 def test_arena_reads_each_block_once_per_window(root: Path) -> None:

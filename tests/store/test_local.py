@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.errors import StoreError, UserError
-from pretrain.store import ListsSizes, Store, UnsupportedError, open_store
+from pretrain.store import ListsSizes, NotFoundError, ReadsInto, Store, UnsupportedError, open_store
 
 
 @pytest.fixture
@@ -240,3 +240,24 @@ def test_the_import_is_light() -> None:
         "print(sorted({'torch', 'ray', 'deepspeed', 'fsspec', 'numpy', 'pydantic'} & set(sys.modules)))"
     )
     assert python(script).communicate(timeout=20)[0] == "[]\n"
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_a_range_is_read_into_the_callers_memory_whole_or_not_at_all(
+    store: Store, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Whatever number of bytes the system gives at once."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:at_once]], at))
+    store.put("a", b"0123456789")
+    assert isinstance(store, ReadsInto)
+    first, second, third = bytearray(2), bytearray(0), bytearray(4)
+    store.get_range_into("a", 3, [memoryview(first), memoryview(second), memoryview(third)])
+    assert (bytes(first), bytes(third)) == (b"34", b"5678")
+    with pytest.raises(StoreError, match=r"a ends early: 3 of 6 bytes at offset 7"):
+        store.get_range_into("a", 7, [memoryview(first), memoryview(third)])
+    with pytest.raises(NotFoundError, match=r"b does not exist\."):
+        store.get_range_into("b", 0, [memoryview(first)])
+    store.put("folder/c", b"x")
+    with pytest.raises(NotFoundError, match=r"folder is a directory, where a file is wanted\."):
+        store.get_range_into("folder", 0, [memoryview(first)])
