@@ -2,8 +2,9 @@
 from S3, and with many shards.
 
 Each side gives micro-batches of 8 rows of 1,024 tokens with document edges, positions and labels (`plain_batch`) from
-the page cache, in one process. webdataset and the memory map shuffle documents, concatenate and cut them, as ours
-does when it builds. Ours also checks every block's crc32, counts targets and bytes, and makes a digest.
+the page cache, in one process; a step of ours has eight of them, and one in readings of its own. webdataset and the
+memory map shuffle documents, concatenate and cut them, as ours does when it builds. Ours also checks every block's
+crc32, counts targets, and makes a digest.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ PEERS_PYTHON = Path(__file__).resolve().parent.parent / ".venv-bench" / "bin" / 
 PEERS = ("streaming", "datasets", "litdata")
 MANY_SHARDS = 100_000
 MANY_BLOCKS = 1_000_000
+STEP_ROWS = 8 * ROWS  # 65,536 tokens, a rank's part of a step of half a million on eight
 WARM_UP = 32  # micro-batches; the blocks of the first ones are read in one go
 
 
@@ -54,7 +56,7 @@ class Size(NamedTuple):
     s3_steps: int
 
 
-def loader_config(corpus: Corpus) -> RunConfig:
+def loader_config(corpus: Corpus, step_rows: int = ROWS) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "benchmark",
@@ -69,7 +71,7 @@ def loader_config(corpus: Corpus) -> RunConfig:
                 "num_heads": 1,
                 "feed_forward_width": 8,
             },
-            "batch": {"global_batch_size": ROWS, "micro_batch_size": ROWS, "sequence_length": LENGTH},
+            "batch": {"global_batch_size": step_rows, "micro_batch_size": ROWS, "sequence_length": LENGTH},
             "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
             "schedule": {"kind": "constant", "total_steps": 10**6},
             "checkpoint": {"every_steps": 1000},
@@ -77,17 +79,17 @@ def loader_config(corpus: Corpus) -> RunConfig:
     )
 
 
-def open_ours(corpus: Corpus) -> Loader:
-    return open_loader(loader_config(corpus), None, World(), tokenizer_sha256="0" * 64)
+def open_ours(corpus: Corpus, step_rows: int = ROWS) -> Loader:
+    return open_loader(loader_config(corpus, step_rows), None, World(), tokenizer_sha256="0" * 64)
 
 
-def ours(corpus: Corpus) -> Batches:
-    loader = open_ours(corpus)
+def ours(corpus: Corpus, step_rows: int = STEP_ROWS) -> Batches:
+    loader = open_ours(corpus, step_rows)
     state = loader.initial_state()
     step = 0
     try:
         while True:
-            yield loader.read(step, state).batches[0]
+            yield from loader.read(step, state).batches
             step, state = step + 1, loader.next_state(state)
     finally:
         loader.close()
@@ -267,18 +269,23 @@ def measure(*, quick: bool, command: str) -> list[Result]:
 
 def measure_kind(kind: str, corpus: Corpus, seconds: float, repetitions: int, command: str) -> list[Result]:
     """Ours against webdataset and a memory map on documents of one kind, by wall clock and by CPU time."""
-    readers = {"ours": ours, "webdataset": through_webdataset, "memory map": through_memory_map}
+    ours_by = {"": ours, "_one_a_step": partial(ours, step_rows=ROWS)}
+    readers: dict[str, Callable[[Corpus], Batches]] = {
+        **ours_by, "webdataset": through_webdataset, "memory map": through_memory_map
+    }  # fmt: skip
+    prefix = "loader." if kind == "prose" else f"loader.{kind}_"
     results = []
     for suffix, clock in (("", time.perf_counter), ("_cpu", time.process_time)):
         sides = {name: partial(tokens_per_s, read, corpus, seconds, clock) for name, read in readers.items()}
         values = interleave(sides, repetitions)
-        for metric, peer in (
-            (f"loader.{kind}_vs_webdataset", "webdataset"),
-            ("loader.vs_mmap" if kind == "prose" else "loader.code_vs_mmap", "memory map"),
-        ):
-            ratio = median_ratio(values["ours"], values[peer])
-            unit = f"{peer}, tokens/{'CPU ' if suffix else ''}s"
-            results.append(Result(metric + suffix, ratio, "ratio", unit, median(values[peer]), repetitions, command))
-        name = "loader.tokens_per_s" if kind == "prose" else "loader.code_tokens_per_s"
-        results.append(Result(name + suffix, median(values["ours"]), "tokens/s", "", None, repetitions, command))
+        for steps in ours_by:
+            for metric, peer in (
+                (f"loader.{kind}_vs_webdataset", "webdataset"),
+                (f"{prefix}vs_mmap", "memory map"),
+            ):
+                ratio = median_ratio(values[steps], values[peer])
+                unit, theirs = f"{peer}, tokens/{'CPU ' if suffix else ''}s", median(values[peer])
+                results.append(Result(metric + steps + suffix, ratio, "ratio", unit, theirs, repetitions, command))
+        ours_per_s = median(values[""])
+        results.append(Result(f"{prefix}tokens_per_s{suffix}", ours_per_s, "tokens/s", "", None, repetitions, command))
     return results

@@ -48,7 +48,7 @@ class CausalBatches:
         Args:
             names: (index, dropout key) of each micro-batch.
 
-        `rows.is_end` is used up: the ends of rows are marked in it.
+        `rows.is_end` is used up: the ends of rows may be marked in it.
         """
         if rows.num_real.size and int(rows.num_real.min()) == self._shape.sequence_length:
             return self._make_full(rows, names)
@@ -63,7 +63,7 @@ class CausalBatches:
         num, num_tokens, m = len(names), self._num_tokens, self._shape.rows
         is_end, borders = rows.is_end.ravel(), self._num_tokens * np.arange(num + 1)
         ends = np.flatnonzero(is_end)
-        edges = _edges(is_end, rows.num_real, num * num_tokens)
+        edges = _edges_of_full_rows(ends, self._shape.sequence_length, num * num_tokens)
         lengths = edges[1:] - edges[:-1]
         firsts = np.searchsorted(edges, borders)
         if int(lengths.min()) < 1 or not np.array_equal(edges[firsts], borders):  # see `SeqInfo.of_checked`
@@ -214,6 +214,13 @@ def _edges(is_end: NDArray[np.bool_], num_real: I64, num_tokens: int) -> I64:
     np.add(inner, 1, out=edges[1 : inner.size + 1])
     edges[-1] = num_tokens
     return edges
+
+
+def _edges_of_full_rows(ends: I64, length: int, num_tokens: int) -> I64:
+    """`_edges` where no row has padding, from the last token of each document, without a look at every token."""
+    edges = np.concatenate([np.arange(0, num_tokens + 1, length), ends + 1])
+    edges.sort(kind="stable")  # which merges two sorted parts
+    return edges[np.append(True, edges[1:] != edges[:-1])]
 
 
 def _counting(size: int) -> I64:
