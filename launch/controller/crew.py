@@ -30,6 +30,7 @@ from launch.controller.state import RankExit, RankStack
 AGENT_START_S = 180.0
 UNHEARD_S = 1.2  # an agent says something every 0.5 s
 RELEASE_WITHIN_S = 5.0  # longest wait at the end for a Ray that may be dead itself
+MESSAGES_PER_LOOK = 256  # 10 ms of them: thousands of ranks may all say something at once
 COPIES_WITHIN_S = 12.0  # an agent that ends copies logs into an object store for up to 10 s; Ray would kill it at once
 
 
@@ -215,11 +216,12 @@ class Crew:
         self._agents.clear()
 
     def look(self, timeout_s: float) -> News:
-        """News since the last look; waits up to `timeout_s` for the first."""
+        """News since the last look; waits up to `timeout_s` for the first. Of very much news the first part, so that no
+        look takes long; the next one goes on at once."""
         news = News()
         try:
             self._take(*self._hub.received.get(timeout=timeout_s), news)
-            while True:
+            for _ in range(MESSAGES_PER_LOOK - 1):
                 self._take(*self._hub.received.get_nowait(), news)
         except queue.Empty:
             pass

@@ -71,22 +71,29 @@ def deadline_s(times: PhaseTimes, phase: str, limits: Limits) -> float:
 
 def find_hang(state: RunState, now: float, limits: Limits) -> Fault | None:
     """The rank that is silent for too long, or None."""
-    living = {rank: view for rank, view in state.ranks.items() if not view.gone}
-    training = {rank: view for rank, view in living.items() if view.trained}
-    behind = min((view.collective for view in training.values()), default=0)
+    living = [(rank, view) for rank, view in state.ranks.items() if not view.gone]
+    least_s = min(_SLACK_S, limits.heartbeat_timeout_s)  # no bound is shorter
+    quiet = [(rank, view) for rank, view in living if view.first_step is None or now - view.heard_t > least_s]
+    if not quiet:
+        return None
+    collectives = [view.collective for _, view in living if view.trained]
+    behind, all_train = min(collectives, default=0), len(collectives) == len(living)
+    bounds: dict[str, float] = {}  # by phase: thousands of ranks are in the same one
     silent: list[tuple[float, int, RankView]] = []
-    for rank, view in living.items():
+    for rank, view in quiet:
+        heard_t = state.heard_t(rank)
         if view.first_step is None:  # imports, model, restore: one bound for all of it
             over = now - view.spawned_t > limits.start_timeout_s
         elif not view.trained:  # the first step may compile
-            over = now - view.heard_t > max(limits.heartbeat_timeout_s, limits.start_timeout_s)
+            over = now - heard_t > max(limits.heartbeat_timeout_s, limits.start_timeout_s)
         else:
             stack = state.stacks.get(rank)  # an agent tells of a process that is stopped, which no disk is to blame for
             phase = "step" if stack and stack.process_state == "T" else view.phase
-            limit_s = deadline_s(state.times, phase, limits) if len(training) == len(living) else None
-            over = view.collective == behind and now - view.heard_t > (limit_s or limits.heartbeat_timeout_s)
+            if phase not in bounds:
+                bounds[phase] = deadline_s(state.times, phase, limits) if all_train else limits.heartbeat_timeout_s
+            over = view.collective == behind and now - heard_t > bounds[phase]
         if over:
-            silent.append((view.heard_t, rank, view))
+            silent.append((heard_t, rank, view))
     if not silent:
         return None
     heard_t, rank, view = min(silent, key=lambda entry: entry[:2])

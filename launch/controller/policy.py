@@ -97,8 +97,9 @@ def _absorb_ranks(state: RunState, seen: Observation, now: float, limits: Limits
         if view is None or view.gone:
             continue
         ranks[beat.rank], times = hear(view, beat, now, times)
-    for rank in ranks if slept else seen.unheard & ranks.keys():
-        ranks[rank] = replace(ranks[rank], heard_t=now)
+    excused = state.excused
+    if slept or seen.unheard:
+        excused = {**excused, **dict.fromkeys(ranks if slept else seen.unheard, now)}
     for ended in seen.exits:
         if ended.rank in ranks and not ranks[ended.rank].gone:
             ranks[ended.rank] = replace(ranks[ended.rank], exit=ended, exit_t=now, gone=True)
@@ -107,9 +108,8 @@ def _absorb_ranks(state: RunState, seen: Observation, now: float, limits: Limits
             ranks[rank] = replace(ranks[rank], gone=True)
     trained = state.trained or all(view.trained for view in ranks.values())
     exited = state.exited or bool(seen.exits)
-    return replace(
-        state, ranks=ranks, times=times, trained=trained, exited=exited, stacks=taken(state.stacks, seen.stacks)
-    )
+    stacks = taken(state.stacks, seen.stacks)
+    return replace(state, ranks=ranks, excused=excused, times=times, trained=trained, exited=exited, stacks=stacks)
 
 
 def _place(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
@@ -153,6 +153,7 @@ def _start(state: RunState, seen: Observation, now: float, limits: Limits) -> De
         asked=False,
         growth=growth,
         ranks=ranks,
+        excused={},
     )
     return started, [StartRanks(attempt, len(ranks), state.why)]
 
@@ -222,8 +223,8 @@ def _judge_hang(state: RunState, now: float, limits: Limits) -> tuple[RunState, 
 def _examine(state: RunState, seen: Observation, now: float, limits: Limits) -> Decision:
     """The stacks of a hung attempt come in; then it is killed, and the odd rank out is blamed."""
     living = [rank for rank, view in state.ranks.items() if not view.gone]
-    heard = state.suspected and state.ranks.get(state.suspected.rank if state.suspected.rank is not None else -1)
-    if heard and heard.heard_t > state.since_t:  # it was slow, and goes on
+    rank = state.suspected.rank if state.suspected else None
+    if rank is not None and rank in state.ranks and state.heard_t(rank) > state.since_t:  # it was slow, and goes on
         return replace(state, phase=Phase.RUNNING, since_t=now, suspected=None), []
     if any(rank not in state.stacks for rank in living) and now - state.since_t < limits.examine_s:
         return state, []

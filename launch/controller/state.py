@@ -233,6 +233,7 @@ class RunState:
     judged_t: float = 0.0  # when the silence of all ranks was last looked at
     compared_t: float = 0.0  # and their speed
     ranks: Mapping[int, RankView] = field(default_factory=dict)
+    excused: Mapping[int, float] = field(default_factory=dict)  # rank -> until when its silence does not count
     failures: Mapping[Cause, int] = field(default_factory=dict)  # since the last committed progress
     evidence: Mapping[str, tuple[tuple[float, str], ...]] = field(default_factory=dict)  # host -> faults blamed on it
     quarantined: frozenset[str] = frozenset()  # hosts that get no ranks any more
@@ -257,6 +258,10 @@ class RunState:
     slow: frozenset[int] = frozenset()  # ranks that were told as stragglers
     why: str = "first start"  # why the next attempt starts
     outcome: Outcome | None = None  # decided; carried out when the ranks are gone
+
+    def heard_t(self, rank: int) -> float:
+        """Since when a rank has been silent, as far as it is to blame for that."""
+        return max(self.ranks[rank].heard_t, self.excused.get(rank, 0.0))
 
     @property
     def step(self) -> int | None:

@@ -38,7 +38,7 @@ def image() -> str:
 def folders(tmp_path: Path) -> dict[str, Path]:
     """`DATA` with text and a config, `runs`, both of the image's user."""
     data, runs = tmp_path / "data", tmp_path / "runs"
-    shutil.copytree(ROOT / "docs", data / "text")
+    shutil.copytree(ROOT / "docs", data / "text", ignore=shutil.ignore_patterns("pictures"))
     runs.mkdir()
     body = yaml.safe_load((ROOT / "configs/tests/tiny-decoder.yaml").read_text())
     body |= {"tokenizer": "/runs/tokenizer.json", "data": {"lanes": 4, "sources": {"text": {"path": "/runs/text"}}}}

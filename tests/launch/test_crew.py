@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launch.controller.attempt import RankSetting
-from launch.controller.crew import Crew
+from launch.controller.crew import MESSAGES_PER_LOOK, Crew
 from launch.controller.hub import Hub
 from launch.controller.offers import Offer, Seat
 
@@ -87,6 +87,29 @@ def _started(crew: Crew, nodes: OneNode) -> Iterator[tuple[socket.socket, Genera
         _greet(agent, crew, nodes)
         crew.start(1, 1)
         yield agent, heard
+
+
+def test_a_flood_of_news_is_taken_in_parts_in_order_and_whole():
+    nodes, told, total = OneNode(), MESSAGES_PER_LOOK, 3 * MESSAGES_PER_LOOK + 7
+    crew = Crew(nodes, RankSetting("/run", ["rank"], "1:x"), NoLogs(), "127.0.0.1", 5.0)
+    try:
+        _launch(crew, nodes)
+        with _started(crew, nodes) as (agent, heard):
+            assert next(heard)["kind"] == "reserve"
+            _send(agent, kind="port", attempt=1, port=4711)
+            for _ in range(20):
+                crew.look(0.01)
+            assert next(heard)["kind"] == "start"
+            for step in range(total):
+                _send(agent, kind="lines", attempt=1, rank=0, lines=[{"phase": "step", "step": step}])
+            deadline = time.monotonic() + 10.0
+            while crew._hub.received.qsize() < total and time.monotonic() < deadline:
+                time.sleep(0.01)
+            looks = [[beat.step for beat in crew.look(1.0).beats] for _ in range(4)]
+            assert [len(steps) for steps in looks] == [told, told, told, 7]
+            assert [step for steps in looks for step in steps] == list(range(total))
+    finally:
+        crew.close()
 
 
 def test_ranks_that_start_after_a_word_was_said_hear_it_too():
