@@ -102,22 +102,34 @@ def _nodes(ray: Any) -> list[Finding]:
     store = open_store(home)
     store.put(marker, b"driver")
     try:
-        answers = {}
-        examine = ray.remote(examine_node)
+        examine, calls = ray.remote(examine_node), {}
         for node in [node for node in ray.nodes() if node["Alive"]]:
             where = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked = time.time()
             call = examine.options(num_cpus=0, scheduling_strategy=where).remote(home, marker)
-            try:
-                answer = ray.get(call, timeout=WITHIN_S)
-            except Exception as error:
-                answer = {"error": why(error)}
-            answers[node["NodeManagerAddress"] + f" ({node['NodeID'][:6]})"] = (asked, time.time(), answer)
+            calls[call] = f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})", time.time()
+        answers = _answers(ray, calls)
         return compare_nodes(answers, lambda key: bool(key) and store.exists(key))
     finally:
         for key in store.names():
             if key.startswith(marker):
                 store.delete(key)
+
+
+def _answers(ray: Any, calls: dict[Any, tuple[str, float]]) -> dict[str, tuple[float, float, dict[str, Any]]]:
+    """(asked at, answered at, answer) by node of calls that are under way; an answer may be an error."""
+    answers: dict[str, tuple[float, float, dict[str, Any]]] = {}
+    deadline, left = time.monotonic() + WITHIN_S, list(calls)
+    while left:  # one at a time: when an answer came bounds the clock of its node
+        ready, left = ray.wait(left, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        done, left = (ready, left) if ready else (left, [])
+        for call in done:
+            node, asked = calls[call]
+            try:
+                answer = ray.get(call, timeout=0)
+            except Exception as error:
+                answer = {"error": why(error)}
+            answers[node] = (asked, time.time(), answer)
+    return {node: answers[node] for node, _ in calls.values()}
 
 
 def why(error: Exception) -> str:

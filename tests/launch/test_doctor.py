@@ -335,4 +335,43 @@ def test_every_node_and_slot_of_a_cluster_is_examined(tmp_path: Path) -> None:
         down = pretrain("cluster", "down")
     assert down.returncode == 0, down.stderr
     findings = {finding["check"]: finding for finding in json.loads(result.stdout)}
-    assert findings["slots"]["found"].startswith("2 slots agree"), result.stdout + result.stderr
+    assert findings.get("slots", {}).get("found", "").startswith("2 slots agree"), result.stdout + result.stderr
+
+
+ASKING = """
+import json, time
+import ray
+from launch import doctor_cluster
+
+doctor_cluster.WITHIN_S = 3.0
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+@ray.remote(num_cpus=1)
+def node(kind):
+    if kind == "ill":
+        raise OSError("no such disk")
+    time.sleep(1000.0 if kind == "silent" else 0.0)
+    return {"kind": kind}
+
+ray.get(node.remote("good"))  # the first worker takes seconds
+kinds = {"a": "silent", "b": "good", "c": "silent", "d": "ill"}
+asked = time.time()
+calls = {node.remote(kind): (name, asked) for name, kind in kinds.items()}
+found = doctor_cluster._answers(ray, calls)
+print(json.dumps([time.time() - asked, [[name, answer] for name, (_, _, answer) in found.items()]]), flush=True)
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow  # a Ray of its own
+def test_nodes_are_asked_at_once_and_silent_ones_are_waited_for_together(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASKING], env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    took_s, answers = json.loads(done.stdout.splitlines()[-1])
+    silent = {"error": "no answer within 3 s"}
+    assert answers[1][1] == {"kind": "good"}
+    assert "no such disk" in answers[3][1]["error"]
+    assert [answers[0], answers[2]] == [["a", silent], ["c", silent]]
+    assert 3.0 <= took_s < 5.5, "each was waited for by itself"
