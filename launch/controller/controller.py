@@ -214,6 +214,7 @@ class Controller:
             beats=tuple(news.beats),
             lost=news.lost,
             unheard=news.unheard,
+            is_part=news.is_part,
             stacks=tuple(news.stacks),
             standbys=news.standbys,
             evaluator_code=news.evaluator_code,

@@ -216,13 +216,14 @@ class Crew:
         self._agents.clear()
 
     def look(self, timeout_s: float) -> News:
-        """News since the last look; waits up to `timeout_s` for the first. Of very much news the first part, so that no
-        look takes long; the next one goes on at once."""
+        """News since the last look; waits up to `timeout_s` for the first. Of very much news a part, so that no look
+        takes long; the next one goes on at once."""
         news = News()
         try:
             self._take(*self._hub.received.get(timeout=timeout_s), news)
             for _ in range(MESSAGES_PER_LOOK - 1):
                 self._take(*self._hub.received.get_nowait(), news)
+            news.is_part = True
         except queue.Empty:
             pass
         self._judge_silence(news)

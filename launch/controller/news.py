@@ -26,6 +26,7 @@ class News:
     stacks: list[RankStack] = field(default_factory=list)
     evaluator_code: int | None = None  # the process that measures checkpoints ended; 0 also where its slot was needed
     unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now
+    is_part: bool = False  # more waits: who seems silent may only not have been read yet
     notes: list[str] = field(default_factory=list)  # what agents have to say to people
 
 

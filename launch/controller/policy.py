@@ -193,7 +193,7 @@ def _watch_ranks(state: RunState, seen: Observation, now: float, limits: Limits,
             state = replace(state, phase=Phase.SUSPECTING, since_t=now)
     if state.phase is Phase.EXAMINING:
         return _examine(state, seen, now, limits)
-    state, hang = _judge_hang(state, now, limits)
+    state, hang = (state, None) if seen.is_part else _judge_hang(state, now, limits)
     if hang:
         return replace(state, phase=Phase.EXAMINING, since_t=now, suspected=hang, stacks={}), [TakeStacks()]
     return _serve(state, seen, now, limits, asked_before)

@@ -144,6 +144,7 @@ class Observation:
     beats: tuple[Beat, ...] = ()
     lost: Mapping[int, str] = field(default_factory=dict)  # rank -> what was lost (its agent went silent)
     unheard: frozenset[int] = frozenset()  # ranks whose agent says nothing just now: their silence is not theirs
+    is_part: bool = False  # of the news: who seems silent may only not have been read yet
     stacks: tuple[RankStack, ...] = ()
     standbys: int | None = None  # slots whose standbys are ready
     evaluator_code: int | None = None  # the process that measures checkpoints ended; 0 also where its slot was needed

@@ -89,10 +89,8 @@ class Prefetcher(Generic[Value]):
         self.waited = 0  # reads that found their step not ready
         lock = threading.Lock()
         self._done, self._work = threading.Condition(lock), threading.Condition(lock)  # for the reader, for the thread
-        self._planned: deque[_Entry] = (
-            deque()
-        )  # in order of need, the current step first; those with a value come first
-        self._num_done = 0  # of them, those with a value
+        self._planned: deque[_Entry] = deque()  # in order of need, the current step first
+        self._num_done = 0  # those with a value, which come first
         self._closed = False
         self._thread: threading.Thread | None = None
 

@@ -105,9 +105,9 @@ def test_a_flood_of_news_is_taken_in_parts_in_order_and_whole():
             deadline = time.monotonic() + 10.0
             while crew._hub.received.qsize() < total and time.monotonic() < deadline:
                 time.sleep(0.01)
-            looks = [[beat.step for beat in crew.look(1.0).beats] for _ in range(4)]
-            assert [len(steps) for steps in looks] == [told, told, told, 7]
-            assert [step for steps in looks for step in steps] == list(range(total))
+            looks = [crew.look(1.0) for _ in range(4)]
+            assert [(len(news.beats), news.is_part) for news in looks] == [(told, True)] * 3 + [(7, False)]
+            assert [beat.step for news in looks for beat in news.beats] == list(range(total))
     finally:
         crew.close()
 

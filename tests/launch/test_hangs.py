@@ -184,6 +184,14 @@ def test_the_silence_of_an_agent_or_of_the_controller_itself_is_no_hang() -> Non
     assert play.wait(2) == []
 
 
+def test_a_rank_whose_words_may_not_have_been_read_yet_is_not_silent() -> None:
+    play = Steps(LEARNED)
+    play.start()
+    play.run(8, 0.5)
+    assert play.wait(10, is_part=True) == []
+    assert play.wait(1) == [TakeStacks()], "it was silent all the time"
+
+
 @pytest.mark.parametrize(
     ("change", "stacks", "odd", "how"),
     [
