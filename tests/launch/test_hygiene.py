@@ -115,8 +115,18 @@ def test_a_killed_run_leaves_no_process_port_shared_memory_or_file(room: Room, t
             if connection.status == psutil.CONN_LISTEN
         ]
         assert len(ports) >= 3  # hub, Ray's services
-        train.kill()
-        train.communicate()
+        logs = [path for path in room.temporary.rglob("*.out") if path.is_file()]
+        reader = subprocess.Popen(["tail", "-f", *map(str, logs)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: len(psutil.Process(reader.pid).open_files()) >= len(logs) > 0, train)
+            train.kill()
+            train.communicate()
+            assert psutil.wait_procs(family, timeout=15.0)[1] == []
+            wait_for(lambda: not room.left(), reader)
+            assert reader.poll() is None, "who reads Ray's logs is ended with it"
+        finally:
+            reader.kill()
+            reader.wait()
     _, alive = psutil.wait_procs(family, timeout=15.0)
     assert alive == []
     deadline = time.monotonic() + 10.0  # the guard removes the folder after the last process
